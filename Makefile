@@ -1,0 +1,29 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+train: $(STAMP) ## train the small demo model with the strategy plugged into a Trainer
+	$(BIN)/python examples/plug_in.py
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## lint, format check and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove the virtual environment, caches and builds
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $@

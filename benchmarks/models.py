@@ -1,0 +1,64 @@
+"""The two nets of the step benchmark: one heavy in fully connected layers, one deep and narrow."""
+
+import torch
+from torch import Tensor, nn
+
+
+class FullyConnectedHeavy(nn.Sequential):
+    """A small AlexNet-BN: 2.2 M parameters, 97 % of them in three fully connected layers, for 32 px images."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 24, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.BatchNorm2d(24),
+            nn.Conv2d(24, 56, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.BatchNorm2d(56),
+            nn.Flatten(),
+            nn.Linear(56 * 16, 1024),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(1024, 1200),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(1200, 10),
+        )
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        self.skip = nn.Identity() if width == out else nn.Conv2d(width, out, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+class DeepNarrow(nn.Sequential):
+    """A ResNet of 27 blocks, 16 to 64 channels: 0.85 M parameters in 168 tensors, for 16 px images."""
+
+    def __init__(self) -> None:
+        widths = [16] * 9 + [32] * 9 + [64] * 9
+        blocks: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+        before = 16
+        for width in widths:
+            blocks.append(_Block(before, width, 1 if width == before else 2))
+            before = width
+        super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+NETS: dict[str, tuple[type[nn.Module], int, int]] = {
+    "fc_heavy": (FullyConnectedHeavy, 32, 32),
+    "deep_narrow": (DeepNarrow, 16, 16),
+}
+"""Name -> net, image side in pixels, batch a rank."""

@@ -1,0 +1,133 @@
+"""One training step through the Trainer on emulated clusters: fourmin against ddp, ddp with the FP16 hook, and no wire.
+
+Example: sudo .venv/bin/python benchmarks/step.py            # all settings, about half an hour
+         sudo .venv/bin/python benchmarks/step.py --only 2x2_200mbit_fc_heavy
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import ClusterUnavailable, EmulatedCluster
+from models import NETS
+from results import table, write
+from stats import Estimate, estimate, paired_ratio
+
+LOOPBACK = "100gbit"
+"""Rate of the only node of a single machine: its ranks never use the link."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster, a net, and what fourmin has to reach there: times faster than ddp (and than its FP16 hook)."""
+
+    nodes: int
+    ranks_per_node: int
+    rate: str
+    net: str
+    fp16_over_ddp: float = 0.98
+    fp16_over_hook: float | None = None
+    fp32_over_ddp: float = 0.98
+
+    @property
+    def name(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}_{self.rate}_{self.net}"
+
+
+SETTINGS = (
+    Setting(2, 2, "200mbit", "fc_heavy", 2.3, 1.3, 1.35),
+    Setting(2, 4, "200mbit", "fc_heavy", 2.3, 1.3, 1.35),
+    Setting(4, 2, "200mbit", "fc_heavy", 1.7, 1.1),
+    Setting(2, 2, "1gbit", "fc_heavy", 1.4, 1.0),
+    Setting(2, 4, "1gbit", "fc_heavy", 1.4, 1.0),
+    Setting(4, 2, "1gbit", "fc_heavy", 1.4, 1.0),
+    Setting(1, 2, LOOPBACK, "fc_heavy"),
+    Setting(2, 2, "200mbit", "deep_narrow"),
+    Setting(2, 4, "200mbit", "deep_narrow"),
+    Setting(4, 2, "200mbit", "deep_narrow"),
+    Setting(2, 2, "1gbit", "deep_narrow"),
+    Setting(2, 4, "1gbit", "deep_narrow"),
+    Setting(4, 2, "1gbit", "deep_narrow"),
+    Setting(1, 2, LOOPBACK, "deep_narrow"),
+)
+
+
+def wire_limit_ms(setting: Setting, bytes_a_parameter: int) -> float:
+    """Time that a node's link needs for the bytes that must cross it: 2(q-1)/q of the gradients."""
+    num_parameters = sum(p.numel() for p in NETS[setting.net][0]().parameters())
+    bits_a_s = float(setting.rate.removesuffix("mbit").removesuffix("gbit")) * (1e6 if "mbit" in setting.rate else 1e9)
+    q = setting.nodes
+    return 1e3 * 2 * (q - 1) / q * num_parameters * bytes_a_parameter * 8 / bits_a_s
+
+
+def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
+    """Median step of each variant in each round, in ms."""
+    with EmulatedCluster(setting.nodes, setting.ranks_per_node, setting.rate) as cluster:
+        size = ["--nodes", str(setting.nodes), "--ranks-per-node", str(setting.ranks_per_node)]
+        script = Path(__file__).with_name("step_rank.py")
+        output = cluster.run(script, ["--net", setting.net, "--rounds", str(rounds), *size], timeout_s=1800)
+    return dict(json.loads(output.split("RESULT ")[1]))
+
+
+def judged(ratio: Estimate, goal: float) -> str:
+    return f"{ratio} {'>=' if ratio.meets(goal) else 'MISSES'} {goal:g}"
+
+
+def row(setting: Setting, times: dict[str, list[float]]) -> list[str]:
+    medians = {name: estimate(values).median for name, values in times.items()}
+    fp16_over_ddp = paired_ratio(times["ddp"], times["fourmin_fp16"])
+    fp16_over_hook = paired_ratio(times["ddp_fp16"], times["fourmin_fp16"])
+    fp32_over_ddp = paired_ratio(times["ddp"], times["fourmin"])
+    limits = [wire_limit_ms(setting, width) for width in (4, 2)]
+    exposed = [medians[name] - medians["no_comm"] for name in ("fourmin", "fourmin_fp16")]
+    shares = [
+        f"{limit:.0f} ({limit / max(e, 1e-9):.0%})" if limit else "-" for limit, e in zip(limits, exposed, strict=True)
+    ]
+    return [
+        setting.name.replace(f"_{LOOPBACK}", ""),
+        *(f"{medians[name]:.0f}" for name in ("no_comm", "ddp", "ddp_fp16", "fourmin", "fourmin_fp16")),
+        judged(fp32_over_ddp, setting.fp32_over_ddp),
+        judged(fp16_over_ddp, setting.fp16_over_ddp),
+        str(fp16_over_hook) if setting.fp16_over_hook is None else judged(fp16_over_hook, setting.fp16_over_hook),
+        *shares,
+    ]
+
+
+HEADER = (
+    "setting",
+    "no comm. ms",
+    "ddp ms",
+    "ddp + fp16_compress ms",
+    "fourmin ms",
+    "fourmin FP16 wire ms",
+    "FP32: x ddp",
+    "FP16: x ddp",
+    "FP16: x fp16_compress",
+    "wire limit FP32 ms (share of exposed time)",
+    "wire limit FP16 ms (share of exposed time)",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="names of settings", choices=[s.name for s in SETTINGS])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    chosen = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
+    data, rows = {}, []
+    for i, setting in enumerate(chosen):
+        print(f"[{i + 1}/{len(chosen)}] {setting.name}", file=sys.stderr, flush=True)
+        try:
+            data[setting.name] = measure(setting, arguments.rounds)
+        except ClusterUnavailable as error:
+            sys.exit(f"no emulated cluster here: {error}")
+        rows.append(row(setting, data[setting.name]))
+        print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+    name = "step" if not arguments.only else "step_" + "_".join(arguments.only)
+    write(name, f"python benchmarks/step.py --rounds {arguments.rounds}", data, table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Fast, honest, large-batch data-parallel training for PyTorch Lightning: importing it registers `fourmin`."""
+
+from importlib.metadata import version
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_fourmin.strategy import FourMinStrategy
+
+__version__ = version("lightning-fourmin")
+__all__ = ["FourMinStrategy"]
+
+if "fourmin" not in StrategyRegistry:
+    FourMinStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,43 @@
+"""Module buffers that need no broadcast before every forward: the running statistics of batch normalisation.
+
+A training forward of batch norm does not read its running statistics, and rank 0 is the source of every broadcast, so
+syncing them before evaluation and at the end gives every rank what rank 0 has, once instead of every step.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def only_batch_norm_statistics(module: nn.Module) -> bool:
+    """True if the module has buffers and all of them are running statistics of batch norm layers."""
+    owners = [child for child in module.modules() if any(True for _ in child.buffers(recurse=False))]
+    return bool(owners) and all(isinstance(owner, _BatchNorm) for owner in owners)
+
+
+class LateBufferSync:
+    """Broadcasts the statistics from rank 0 when they are about to be read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._layers = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+        self._training = [layer.training for layer in self._layers]
+
+    def before_training_step(self) -> None:
+        """Syncs when a layer has been switched between training and evaluation: from now on it reads them."""
+        training = [layer.training for layer in self._layers]
+        if training != self._training:
+            self._training = training
+            self.sync()
+
+    def sync(self) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                dist.broadcast(flat, src=0)
+                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                    buffer.copy_(values.view_as(buffer))

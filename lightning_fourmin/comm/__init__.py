@@ -1,0 +1,1 @@
+"""Gradient communication: who is where, what is fused, which algorithm, and the engine that runs it."""

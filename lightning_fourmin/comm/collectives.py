@@ -1,0 +1,225 @@
+"""The collectives that algorithms are made of, each started without waiting.
+
+gloo's own reduce-scatter moves twice the bytes it needs and its FP16 sums round at every hop. So on CPU each collective
+is one exchange: every member gives each other member just what that one needs, and sums are made locally, in FP32:
+by messages between nodes, through shared memory inside a node. On CUDA the backend's own collectives run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fourmin.comm.members import Members
+from lightning_fourmin.comm.shared import Slot
+
+
+class Transfer:
+    """A started collective: `wait` blocks until it is done (on CUDA: makes the stream wait) and does the local sums."""
+
+    def __init__(self, works: Sequence[dist.Work], then: Callable[[], object] | None = None) -> None:
+        self._works, self._then = works, then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._then is not None:
+            self._then()
+
+
+class Payload(Protocol):
+    """What a collective works on, as it changes hands."""
+
+    tag: int
+    """Number of the piece, the same on all ranks: a message can only meet its own."""
+    slot: Slot | None
+    """The piece's stretch of the node's shared memory."""
+    live: Tensor
+    """The stretch that this rank holds sums of, in the wire's dtype."""
+    splits: list[list[Tensor]]
+    """The cuts that led to `live`, outermost first."""
+    result: list[Tensor]
+    """Where the sums of the whole piece will stand, in order."""
+
+
+class Collectives(Protocol):
+    """One way to run the collectives; `scale` multiplies a sum before it is rounded to the wire's dtype."""
+
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer: ...
+    def broadcast(self, payload: Payload, members: Members) -> Transfer: ...
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer: ...
+    def all_gather(self, payload: Payload, members: Members) -> Transfer: ...
+
+
+class Scratch:
+    """Memory reused from step to step: fresh memory costs a page fault every 4 KB."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], deque[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            return self._free[numel, dtype].pop()
+        except (KeyError, IndexError):
+            return torch.empty(numel, dtype=dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        self._free.setdefault((tensor.numel(), tensor.dtype), deque()).append(tensor)
+
+    def add_up(self, terms: Sequence[Tensor], scale: float, out: Tensor) -> None:
+        """`out` = scale * sum of terms, summed in order and in at least FP32; `out` may be one of the terms."""
+        total = self.take(out.numel(), out.dtype if out.dtype.itemsize >= 4 else torch.float32)
+        torch.add(terms[0], terms[1], out=total) if terms[0].dtype is total.dtype else total.copy_(terms[0]).add_(
+            terms[1]
+        )
+        for term in terms[2:]:
+            total.add_(term)
+        torch.mul(total, scale, out=out) if scale != 1.0 else out.copy_(total)
+        self.give_back(total)
+
+
+class MessageCollectives:
+    """Messages from member to member, for CPU tensors on gloo."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if members.index != 0:
+            return Transfer(_send([(payload.live, 0)], members, payload.tag))
+        return self._receive_and_add_up(payload, members, scale, [])
+
+    def broadcast(self, payload: Payload, members: Members) -> Transfer:
+        if members.index != 0:
+            return Transfer(_receive([(payload.live, 0)], members, payload.tag))
+        return Transfer(_send([(payload.live, other) for other in members.others], members, payload.tag))
+
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        parts = list(payload.live.tensor_split(len(members.ranks)))
+        payload.splits.append(parts)
+        payload.live = parts[members.index]
+        return self._receive_and_add_up(payload, members, scale, [(parts[other], other) for other in members.others])
+
+    def all_gather(self, payload: Payload, members: Members) -> Transfer:
+        parts = payload.splits.pop()
+        works = _receive([(parts[other], other) for other in members.others], members, payload.tag)
+        works += _send([(payload.live, other) for other in members.others], members, payload.tag)
+        payload.live = _joined(parts)
+        return Transfer(works)
+
+    def _receive_and_add_up(
+        self, payload: Payload, members: Members, scale: float, sends: list[tuple[Tensor, int]]
+    ) -> Transfer:
+        mine = payload.live
+        inbox = {other: self._scratch.take(mine.numel(), mine.dtype) for other in members.others}
+        works = _receive([(box, other) for other, box in inbox.items()], members, payload.tag)
+        works += _send(sends, members, payload.tag)
+
+        def add_up() -> None:
+            places = range(len(members.ranks))
+            self._scratch.add_up([inbox.get(place, mine) for place in places], scale, out=mine)
+            for box in inbox.values():
+                self._scratch.give_back(box)
+
+        return Transfer(works, add_up)
+
+
+class SharedCollectives(MessageCollectives):
+    """Through the shared memory of a node: messages only say that an area is ready."""
+
+    @override
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if (slot := payload.slot) is None:
+            return super().reduce(payload, members, scale)
+        payload.live = slot.sums[0]
+        payload.result = [slot.sums[0]]
+        if members.index != 0:
+            return Transfer(_send([(_BELL, 0)], members, payload.tag))
+        return Transfer(
+            _receive([(torch.empty_like(_BELL), other) for other in members.others], members, payload.tag),
+            lambda: self._scratch.add_up(slot.inputs, scale, out=slot.sums[0]),
+        )
+
+    @override
+    def broadcast(self, payload: Payload, members: Members) -> Transfer:
+        if payload.slot is None:
+            return super().broadcast(payload, members)
+        if members.index != 0:
+            return Transfer(_receive([(torch.empty_like(_BELL), 0)], members, payload.tag))
+        return Transfer(_send([(_BELL, other) for other in members.others], members, payload.tag))
+
+    @override
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if (slot := payload.slot) is None:
+            return super().reduce_scatter(payload, members, scale)
+        size, me = len(members.ranks), members.index
+        payload.result = [sums.tensor_split(size)[place] for place, sums in enumerate(slot.sums)]
+        mine = payload.live = payload.result[me]
+        terms = [gradients.tensor_split(size)[me] for gradients in slot.inputs]
+        return Transfer(_ring_bells(payload, members), lambda: self._scratch.add_up(terms, scale, out=mine))
+
+    @override
+    def all_gather(self, payload: Payload, members: Members) -> Transfer:
+        if payload.slot is None:
+            return super().all_gather(payload, members)
+        return Transfer(_ring_bells(payload, members))
+
+
+class BackendCollectives:
+    """The backend's own collectives (NCCL); sums are made in the wire's dtype."""
+
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        live = payload.live
+        work = dist.reduce(live, members.ranks[0], group=members.group, async_op=True)
+        return Transfer([work], None if scale == 1.0 else lambda: live.mul_(scale))
+
+    def broadcast(self, payload: Payload, members: Members) -> Transfer:
+        return Transfer([dist.broadcast(payload.live, members.ranks[0], group=members.group, async_op=True)])
+
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        whole = payload.live
+        parts = list(whole.chunk(len(members.ranks)))
+        payload.splits.append(parts)
+        mine = payload.live = parts[members.index]
+        work = dist.reduce_scatter_single(mine, whole, group=members.group, async_op=True)
+        return Transfer([work], None if scale == 1.0 else lambda: mine.mul_(scale))
+
+    def all_gather(self, payload: Payload, members: Members) -> Transfer:
+        mine, payload.live = payload.live, _joined(payload.splits.pop())
+        return Transfer([dist.all_gather_single(payload.live, mine, group=members.group, async_op=True)])
+
+
+def all_reduce(payload: Payload, members: Members) -> Transfer:
+    """The backend's own all-reduce, a ring."""
+    return Transfer([dist.all_reduce(payload.live, group=members.group, async_op=True)])
+
+
+_BELL = torch.zeros(1, dtype=torch.uint8)
+
+
+def _ring_bells(payload: Payload, members: Members) -> list[dist.Work]:
+    """Tells every other member that this rank's area is ready, and hears the same from each."""
+    works = _receive([(torch.empty_like(_BELL), other) for other in members.others], members, payload.tag)
+    return works + _send([(_BELL, other) for other in members.others], members, payload.tag)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The tensor that `parts` were cut from, by the storage they share."""
+    first = parts[0]
+    return first.as_strided((sum(part.numel() for part in parts),), (1,), first.storage_offset())
+
+
+def _send(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[dist.Work]:
+    """Sends each tensor to a place among the members; an empty tensor needs no message."""
+    works = [dist.isend(t, group=members.group, group_dst=to, tag=tag) for t, to in messages if t.numel()]
+    return cast(list[dist.Work], works)
+
+
+def _receive(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[dist.Work]:
+    """Receives each tensor from a place among the members."""
+    works = [dist.irecv(t, group=members.group, group_src=source, tag=tag) for t, source in messages if t.numel()]
+    return cast(list[dist.Work], works)

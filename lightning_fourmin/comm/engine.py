@@ -1,0 +1,255 @@
+"""The engine behind the DDP hook: moves buckets through the stages of their algorithms, one thread a stage.
+
+    hook -> |reduce| -> |scatter| -> |gather| -> |broadcast| -> |finish| -> future
+             b3          b2           b1          b0
+
+A stage waits for what the stage before it started, does the local sums, starts its own collective and hands the piece
+on without waiting. Every rank passes every piece through every stage in the same order, so each process group sees
+one order, driven by one thread; the phases of different buckets, and of the pieces of a large one, overlap.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_fourmin.comm.algorithms import STAGES, Route, build_route
+from lightning_fourmin.comm.collectives import (
+    BackendCollectives,
+    Collectives,
+    MessageCollectives,
+    Scratch,
+    SharedCollectives,
+    Transfer,
+)
+from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.scaling import scales
+from lightning_fourmin.comm.shared import SharedArena, Slot
+from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.topology import Topology
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring)."""
+JOIN_S = 5.0
+
+
+class _Bucket:
+    """A bucket under way: what DDP waits for, and how many pieces are still missing."""
+
+    def __init__(self, gradients: Tensor, index: int, num_pieces: int) -> None:
+        self.gradients, self.index, self.missing = gradients, index, num_pieces
+        device = gradients.device
+        self.future: Future[Tensor]
+        if device.type == "cuda":
+            self.ready = torch.cuda.current_stream(device).record_event()
+            self.future = Future(devices=[device])
+        else:
+            self.future = Future()
+
+
+class _Piece:
+    """A stretch of a bucket on its way through the stages."""
+
+    def __init__(self, bucket: _Bucket, gradients: Tensor, route: Route, tag: int) -> None:
+        self.bucket, self.gradients, self.route, self.tag = bucket, gradients, route, tag
+        self.slot: Slot | None = None
+        self.live = gradients
+        self.result = [gradients]
+        self.splits: list[list[Tensor]] = []
+        self.pending: Transfer | None = None
+        self.done = threading.Event()
+
+
+class Engine:
+    """All-reduces buckets of gradients to their mean over all ranks, in the order of submission."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        table: AllReduceTable,
+        groups: ProcessGroups,
+        device: torch.device,
+        wire_dtype: torch.dtype | None = None,
+        predivide: float | None = None,
+        shared_bytes: int = 0,
+    ) -> None:
+        """`shared_bytes`: what a step puts on the wire; shared memory of that size serves the ranks of a node."""
+        self.topology, self.table, self.wire_dtype = topology, table, wire_dtype
+        self._groups, self._device, self._predivide = groups, device, predivide
+        self._scratch = Scratch()
+        self._arena = self._open_arena(shared_bytes)
+        self._inside: Collectives = BackendCollectives()
+        self._between: Collectives = BackendCollectives()
+        if device.type == "cpu":
+            self._between = MessageCollectives(self._scratch)
+            self._inside = SharedCollectives(self._scratch) if self._arena else self._between
+        self._routes: dict[torch.dtype, Mapping[str, Route]] = {}
+        # Makes the groups, in the main thread of every rank; routes for other dtypes find them made.
+        routes = self._routes_for(wire_dtype or torch.float32)
+        self._stages = [s for s in STAGES if any(s in route.phases for route in routes.values())]
+        self._queues: list[SimpleQueue[_Piece | None]] = [SimpleQueue() for _ in range(len(self._stages) + 1)]
+        self._lock = threading.Lock()
+        self._under_way: set[_Bucket] = set()
+        self._error: BaseException | None = None
+        self._num_pieces = 0
+        self._threads = [
+            threading.Thread(target=self._run_stage, args=(i,), name=f"fourmin-{name}", daemon=True)
+            for i, name in enumerate([*self._stages, "finish"])
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, gradients: Tensor, index: int) -> Future[Tensor]:
+        """Starts the all-reduce of a flat bucket, in place; the future holds it once it is the mean over all ranks."""
+        wire_dtype = self.wire_dtype or gradients.dtype
+        num_bytes = gradients.numel() * wire_dtype.itemsize
+        route = self._routes_for(wire_dtype)[self.table.choose(num_bytes)]
+        num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // CHUNK_BYTES))
+        bucket = _Bucket(gradients, index, num_pieces)
+        with self._lock:
+            if self._error is not None or not num_bytes or self.topology.world_size == 1:
+                bucket.future.set_result(gradients)
+                return bucket.future
+            self._under_way.add(bucket)
+        for stretch in gradients.tensor_split(num_pieces):
+            piece = _Piece(bucket, stretch, route, tag=self._num_pieces)
+            if self._arena is not None and "reduce" in route.phases:
+                piece.slot = self._arena.place(stretch.numel(), wire_dtype, self._wait_for(piece))
+            self._queues[0].put(piece)
+            self._num_pieces += 1
+        return bucket.future
+
+    def _wait_for(self, piece: _Piece) -> Callable[[], None]:
+        def wait() -> None:
+            while not piece.done.wait(timeout=1.0) and self._error is None:
+                pass
+
+        return wait
+
+    def raise_error(self) -> None:
+        """Raises the first error of a phase, as itself."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Stops the threads; one that is still blocked in the backend after a bounded wait is left as a daemon."""
+        self._queues[0].put(None)
+        for thread in self._threads:
+            thread.join(0 if self._error is not None else JOIN_S)
+        if self._error is not None or self._under_way or any(thread.is_alive() for thread in self._threads):
+            self._groups.clean = False
+
+    def _open_arena(self, shared_bytes: int) -> SharedArena | None:
+        """Shared memory for the ranks of this rank's group, if they are on one node and the table uses groups."""
+        if self._device.type != "cpu" or not shared_bytes or self.table.algorithms == ("ring",):
+            return None
+        members = self._groups.members("reduce", self.topology.groups)
+        if members is None or len({self.topology.node_of[rank] for rank in members.ranks}) > 1:
+            return None
+        # One piece of room more than a step needs, since a piece that does not fit at the end starts at the front.
+        return SharedArena.open(members, shared_bytes + 2 * CHUNK_BYTES)
+
+    def _routes_for(self, wire_dtype: torch.dtype) -> Mapping[str, Route]:
+        if wire_dtype not in self._routes:
+            routes = {}
+            for name in self.table.algorithms:
+                local_sums = name != "ring" and self._device.type == "cpu"
+                factors = scales(self.topology, wire_dtype, self._predivide, local_sums)
+                routes[name] = build_route(name, self.topology, self._groups, self._inside, self._between, factors)
+            self._routes[wire_dtype] = routes
+        return self._routes[wire_dtype]
+
+    def _run_stage(self, position: int) -> None:
+        stage = self._stages[position] if position < len(self._stages) else "finish"
+        stream: AbstractContextManager[object] = nullcontext()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            stream = torch.cuda.stream(torch.cuda.Stream(self._device))
+        with stream, torch.no_grad():
+            while (piece := self._queues[position].get()) is not None:
+                try:
+                    if self._error is None:
+                        self._advance(piece, stage, first=position == 0)
+                except BaseException as error:
+                    error.add_note(
+                        f"in phase {stage} of the {piece.route.algorithm} all-reduce of bucket {piece.bucket.index}"
+                    )
+                    self._fail(error)
+                if stage != "finish":
+                    self._queues[position + 1].put(piece)
+            if stage != "finish":
+                self._queues[position + 1].put(None)
+
+    def _advance(self, piece: _Piece, stage: str, first: bool) -> None:
+        if first:
+            self._prepare(piece)
+        if stage == "finish":
+            self._finish(piece)
+        elif stage in piece.route.phases:
+            if piece.pending is not None:
+                piece.pending.wait()
+            piece.pending = piece.route.phases[stage](piece)
+
+    def _prepare(self, piece: _Piece) -> None:
+        """Scales the gradients and brings them into the wire's form."""
+        before, dtype = piece.route.before, self.wire_dtype or piece.gradients.dtype
+        padding = 0
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).wait_event(piece.bucket.ready)
+            padding = -piece.gradients.numel() % self.topology.largest_group
+        if dtype is piece.gradients.dtype and not padding and piece.slot is None:
+            if before != 1.0:
+                piece.gradients.mul_(before)
+            return
+        numel = piece.gradients.numel()
+        if piece.slot is not None:
+            assert self._arena is not None
+            wire = piece.slot.inputs[self._arena.members.index]
+        elif self._device.type == "cpu":
+            wire = self._scratch.take(numel, dtype)
+        else:
+            wire = torch.empty(numel + padding, dtype=dtype, device=self._device)
+            wire[numel:].zero_()
+        piece.live = wire
+        piece.result = [wire[:numel]]
+        if before == 1.0:
+            wire[:numel].copy_(piece.gradients)
+        else:
+            torch.mul(piece.gradients, before, out=wire[:numel])
+
+    def _finish(self, piece: _Piece) -> None:
+        if piece.pending is not None:
+            piece.pending.wait()
+        if piece.result[0] is not piece.gradients:
+            sizes = [part.numel() for part in piece.result]
+            for stretch, part in zip(piece.gradients.split(sizes), piece.result, strict=True):
+                stretch.copy_(part)
+                if self._device.type == "cuda":
+                    part.record_stream(torch.cuda.current_stream(self._device))
+            if self._device.type == "cpu" and piece.slot is None:
+                self._scratch.give_back(piece.result[0])
+        if piece.route.after != 1.0:
+            piece.gradients.mul_(piece.route.after)
+        piece.done.set()
+        bucket = piece.bucket
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            with self._lock:
+                done = bucket in self._under_way
+                self._under_way.discard(bucket)
+            if done:
+                bucket.future.set_result(bucket.gradients)
+
+    def _fail(self, error: BaseException) -> None:
+        """Keeps the first error and releases whoever waits: an unset future would block backward for ever."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            waiting = list(self._under_way)
+            self._under_way.clear()
+        for bucket in waiting:
+            bucket.future.set_result(bucket.gradients)

@@ -1,0 +1,113 @@
+"""Tensor fusion: which gradients travel together, as buckets in the order in which backward makes them ready.
+
+backward order   fc8.bias  fc8.weight     fc7.bias  fc7.weight ...  conv1.bias  conv1.weight
+bucket           [ pooled until it passes the threshold ]  [ above it: alone ]  [ pooled ... ]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together."""
+
+    names: tuple[str, ...]
+    num_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """Buckets in ready order and the caps that make DistributedDataParallel cut exactly there."""
+
+    buckets: tuple[Bucket, ...]
+    caps_mb: tuple[float, ...]
+    """`bucket_cap_mb_list` for DistributedDataParallel."""
+    threshold_bytes: int
+
+    @classmethod
+    def build(
+        cls, parameters: Sequence[tuple[str, nn.Parameter]], threshold_mb: float, rebuilt: bool = True
+    ) -> "FusionPlan":
+        """Plans for parameters in registration order, expected ready in the reverse order.
+
+        `rebuilt`: DDP cuts anew in ready order after the first backward; with `find_unused_parameters` it keeps the
+        cut it made in registration order. A pooled bucket closes when it passes the threshold; a gradient above the
+        threshold closes the pool and goes alone. DDP knows one list of caps for all dtypes: the list is made for the
+        dtype with the most bytes, and the plan tells what the others get.
+        """
+        threshold_bytes = int(threshold_mb * MIB)
+        main = _dtype_with_most_bytes(parameters)
+        sizes = [_num_bytes(p) for _, p in reversed(parameters) if p.dtype is main]
+        caps = _cut(sizes, threshold_bytes)
+        if not rebuilt:
+            caps.reverse()
+        # DDP closes a bucket when it reaches its cap, so a cap of 0 (only empty tensors) would never be a limit.
+        limits = [max(cap, 1) for cap in caps]
+        return cls(_ddp_buckets(parameters, limits, rebuilt), tuple(limit / MIB for limit in limits), threshold_bytes)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.buckets)} buckets, fusion threshold {self.threshold_bytes / MIB:g} MiB"]
+        for index, bucket in enumerate(self.buckets):
+            first, last = bucket.names[0], bucket.names[-1]
+            names = first if first == last else f"{first} .. {last}"
+            lines.append(
+                f"  {index:3d}  {len(bucket.names):4d} tensors  {bucket.num_bytes:12,d} bytes  "
+                f"{str(bucket.dtype).removeprefix('torch.')}  {names}"
+            )
+        return "\n".join(lines)
+
+
+def _num_bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _dtype_with_most_bytes(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
+    totals: dict[torch.dtype, int] = {}
+    for _, parameter in parameters:
+        totals[parameter.dtype] = totals.get(parameter.dtype, 0) + _num_bytes(parameter)
+    return max(totals, key=lambda dtype: totals[dtype])
+
+
+def _cut(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
+    """Bytes of each bucket for gradients of `sizes` in ready order."""
+    buckets: list[int] = []
+    pooled: list[int] = []
+    for size in sizes:
+        if size > threshold_bytes and pooled:
+            buckets.append(sum(pooled))
+            pooled = []
+        pooled.append(size)
+        if sum(pooled) > threshold_bytes:
+            buckets.append(sum(pooled))
+            pooled = []
+    if pooled:
+        buckets.append(sum(pooled))
+    return buckets
+
+
+def _ddp_buckets(
+    parameters: Sequence[tuple[str, nn.Parameter]], limits: list[int], rebuilt: bool
+) -> tuple[Bucket, ...]:
+    """What DDP makes of these limits, asked of torch's own function."""
+    order = list(reversed(parameters)) if rebuilt else list(parameters)
+    tensors: list[torch.Tensor] = [parameter for _, parameter in order]
+    assignment, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
+    buckets = [
+        Bucket(
+            tuple(order[i][0] for i in indices),
+            sum(_num_bytes(order[i][1]) for i in indices),
+            order[indices[0]][1].dtype,
+        )
+        for indices in assignment
+    ]
+    if not rebuilt:
+        buckets.reverse()
+    return tuple(buckets)

@@ -1,0 +1,52 @@
+"""Process groups of the engine, made once a process and reused by every later fit."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_fourmin.comm.members import Members
+
+Key = tuple[str, tuple[int, ...]]
+
+
+class ProcessGroups:
+    """Groups by (purpose, ranks) on top of one default group.
+
+    Groups are of the engine alone: the default group belongs to the main thread. Each purpose has groups of its own,
+    because a group may be driven by one thread only.
+    """
+
+    _cached: "ProcessGroups | None" = None
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._world = dist.group.WORLD
+        self._timeout = timeout
+        self._groups: dict[Key, dist.ProcessGroup] = {}
+        self.clean = True
+        """False once an engine stopped with messages under way: they could reach the next user of the groups."""
+
+    @classmethod
+    def shared(cls, timeout: timedelta | None) -> "ProcessGroups":
+        """The groups of this process; all ranks start afresh together if any of them must."""
+        cached = cls._cached
+        reusable = (
+            cached is not None and cached._world is dist.group.WORLD and cached._timeout == timeout and cached.clean
+        )
+        states: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(states, reusable)
+        if cached is None or not all(states):
+            cached = cls._cached = cls(timeout)
+        return cached
+
+    def members(self, purpose: str, all_ranks: tuple[tuple[int, ...], ...]) -> Members | None:
+        """This rank's group among disjoint `all_ranks`; entered by all ranks in the same order, as torch demands."""
+        mine = None
+        for ranks in all_ranks:
+            if len(ranks) == 1:
+                continue
+            key = (purpose, ranks)
+            if key not in self._groups:
+                self._groups[key] = dist.new_group(list(ranks), timeout=self._timeout, group_desc=f"fourmin_{purpose}")
+            if dist.get_rank() in ranks:
+                mine = Members(self._groups[key], ranks, ranks.index(dist.get_rank()))
+        return mine

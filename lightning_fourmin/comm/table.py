@@ -1,0 +1,181 @@
+"""The table that decides: message size -> algorithm, with the milliseconds behind each choice."""
+
+import csv
+import io
+import os
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from lightning_fourmin.comm.algorithms import usable_algorithms
+from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s
+from lightning_fourmin.comm.topology import Topology
+
+SIZES = tuple(4**i * 256 for i in range(10))
+"""256 B to 64 MiB, the sizes that the cost model fills in."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Expected milliseconds of each algorithm at one size."""
+
+    num_bytes: int
+    milliseconds: Mapping[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.milliseconds, key=lambda algorithm: self.milliseconds[algorithm])
+
+
+@dataclass(frozen=True)
+class AllReduceTable:
+    """Rows by rising size for one topology and backend."""
+
+    topology_key: str
+    backend: str
+    source: str
+    """Where the milliseconds come from, for people: `cost model` or `measured ...`."""
+    rows: tuple[Row, ...]
+    switch_bytes: int | None = None
+    """Given by the user: hierarchical at or below, ring above."""
+
+    def choose(self, num_bytes: int) -> str:
+        """The algorithm with the fewest expected milliseconds, interpolated between rows."""
+        if self.switch_bytes is not None:
+            return "hierarchical" if num_bytes <= self.switch_bytes else "ring"
+        expected = self.expected_ms(num_bytes)
+        return min(self.algorithms, key=lambda algorithm: expected[algorithm])
+
+    def expected_ms(self, num_bytes: int) -> dict[str, float]:
+        """Milliseconds of each algorithm: linear between rows, in proportion above the last."""
+        above = bisect_left(self.rows, num_bytes, key=lambda row: row.num_bytes)
+        if above == 0:
+            return dict(self.rows[0].milliseconds)
+        if above == len(self.rows):
+            last = self.rows[-1]
+            return {name: ms * num_bytes / last.num_bytes for name, ms in last.milliseconds.items()}
+        low, high = self.rows[above - 1], self.rows[above]
+        share = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
+        return {name: ms + share * (high.milliseconds[name] - ms) for name, ms in low.milliseconds.items()}
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Algorithms that this table can choose: those that are best at some row."""
+        if self.switch_bytes is not None:
+            return ("ring", "hierarchical")
+        return tuple(name for name in self.rows[0].milliseconds if any(row.best == name for row in self.rows))
+
+    def with_switch(self, switch_bytes: int) -> "AllReduceTable":
+        """The paper's hybrid with a given switch size."""
+        return replace(self, switch_bytes=switch_bytes)
+
+    def only(self, algorithm: str) -> "AllReduceTable":
+        """The same table with one algorithm to choose."""
+        if algorithm not in self.rows[0].milliseconds:
+            known = ", ".join(self.rows[0].milliseconds)
+            raise ValueError(
+                f"algorithm={algorithm!r} is not in the table of {self.topology_key} ({known}): the torus needs groups "
+                "of equal size; choose a group_size that divides every node, or algorithm='hybrid'"
+            )
+        return replace(
+            self, rows=tuple(Row(row.num_bytes, {algorithm: row.milliseconds[algorithm]}) for row in self.rows)
+        )
+
+    @classmethod
+    def from_cost_model(cls, topology: Topology, backend: str, links: Links | None = None) -> "AllReduceTable":
+        links = links or DEFAULT_LINKS.get(backend, DEFAULT_LINKS["gloo"])
+        names = usable_algorithms(topology)
+        rows = [Row(n, {name: 1e3 * all_reduce_s(name, n, topology, links) for name in names}) for n in SIZES]
+        return cls(topology.key, backend, "cost model", tuple(rows))
+
+    def summary(self) -> str:
+        """One line: which algorithm up to which size."""
+        sizes = [row.num_bytes for row in self.rows]
+        if self.switch_bytes is not None:
+            sizes = [self.switch_bytes, self.switch_bytes + 1]
+        choices = [(size, self.choose(size)) for size in sizes]
+        last = [(n, name) for (n, name), (_, after) in pairwise(choices) if name != after]
+        parts = [f"{name} up to {_readable(n)}" for n, name in last]
+        return ", ".join([*parts, choices[-1][1] + (" above" if parts else "")])
+
+    def to_csv(self, path: Path) -> None:
+        """Writes the table, complete or not at all."""
+        text = io.StringIO()
+        for name in ("topology_key", "backend", "source"):
+            text.write(f"# {name}: {getattr(self, name)}\n")
+        writer = csv.writer(text, lineterminator="\n")
+        names = list(self.rows[0].milliseconds)
+        writer.writerow(["bytes", *(f"{name}_ms" for name in names), "best"])
+        for row in self.rows:
+            writer.writerow([row.num_bytes, *(f"{row.milliseconds[name]:.6g}" for name in names), row.best])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+        partial.write_text(text.getvalue())
+        partial.replace(path)
+
+    @classmethod
+    def from_csv(cls, path: Path, topology: Topology, backend: str) -> "AllReduceTable":
+        """Reads a table and refuses one that was made for another topology or backend."""
+        try:
+            lines = path.read_text().splitlines()
+        except OSError as error:
+            raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
+        head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+        try:
+            rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
+            table = cls(head["topology_key"], head["backend"], head["source"], _checked(rows))
+        except (KeyError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"
+            ) from error
+        for field, here in (("topology_key", topology.key), ("backend", backend)):
+            there = getattr(table, field)
+            if there != here:
+                raise ValueError(
+                    f"table={str(path)!r} was measured for {field} {there!r}, but this run has {here!r}: "
+                    "measure a table here, or leave table out to use the cost model"
+                )
+        return table
+
+    def __str__(self) -> str:
+        names = list(self.rows[0].milliseconds)
+        lines = [f"all-reduce table for {self.topology_key} on {self.backend} ({self.source})"]
+        if self.switch_bytes is not None:
+            lines.append(f"switch_mb given: hierarchical up to {self.switch_bytes:,d} bytes, ring above")
+        lines.append("  ".join(["       bytes", *(f"{name + ' ms':>16}" for name in names), "choice"]))
+        for row in self.rows:
+            times = (f"{row.milliseconds[name]:16.3f}" for name in names)
+            lines.append("  ".join([f"{row.num_bytes:12,d}", *times, self.choose(row.num_bytes)]))
+        return "\n".join(lines)
+
+
+def cached_table_path(topology: Topology, backend: str) -> Path:
+    """Where a measured table of this topology is kept between runs."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "lightning_fourmin" / f"{backend}_{topology.key}.csv"
+
+
+def _parse(row: Mapping[str, str]) -> Row:
+    times = {name.removesuffix("_ms"): float(text) for name, text in row.items() if name.endswith("_ms")}
+    return Row(int(row["bytes"]), times)
+
+
+def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
+    if not rows:
+        raise ValueError("it has no rows")
+    names = set(rows[0].milliseconds)
+    if not names or not names <= {"ring", "hierarchical", "torus"}:
+        raise ValueError(f"its algorithms are {sorted(names)}")
+    if [row.num_bytes for row in rows] != sorted({row.num_bytes for row in rows}):
+        raise ValueError("its sizes do not rise")
+    if any(set(row.milliseconds) != names or not all(ms > 0 for ms in row.milliseconds.values()) for row in rows):
+        raise ValueError("every row needs a positive time for every algorithm")
+    return tuple(rows)
+
+
+def _readable(num_bytes: int) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    return f"{num_bytes / 1024:g} KiB" if num_bytes < 1024 * 1024 else f"{num_bytes / 1024 / 1024:g} MiB"

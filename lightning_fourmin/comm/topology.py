@@ -1,0 +1,91 @@
+"""Who is where: the node of every rank, and the groups and leaders that the all-reduce works in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks on nodes, cut into groups; the first rank of a group is its leader.
+
+    Example, 2 nodes of 3 ranks: groups (0 1 2) (3 4 5), leaders 0 and 3, columns (0 3) (1 4) (2 5).
+    """
+
+    node_of: tuple[int, ...]
+    """Node rank of each rank."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks of each group, in the order of their places."""
+
+    @classmethod
+    def build(cls, node_of: Sequence[int], group_size: int | None = None) -> "Topology":
+        """Groups are the nodes, or with `group_size` consecutive ranks node by node (the last may be smaller)."""
+        if not node_of:
+            raise ValueError("a topology needs at least one rank")
+        if group_size is not None and group_size < 1:
+            raise ValueError(
+                f"group_size must be at least 1, got {group_size}: leave it out to use the ranks of a node"
+            )
+        by_node: dict[int, list[int]] = {}
+        for rank, node in enumerate(node_of):
+            by_node.setdefault(node, []).append(rank)
+        if group_size is None:
+            groups = [tuple(by_node[node]) for node in sorted(by_node)]
+        else:
+            line = [rank for node in sorted(by_node) for rank in by_node[node]]
+            groups = [tuple(line[i : i + group_size]) for i in range(0, len(line), group_size)]
+        return cls(tuple(node_of), tuple(groups))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.node_of)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.node_of))
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        return tuple(group[0] for group in self.groups)
+
+    @property
+    def largest_group(self) -> int:
+        return max(len(group) for group in self.groups)
+
+    @property
+    def equal_groups(self) -> bool:
+        return len({len(group) for group in self.groups}) == 1
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks with the same place in their groups; the first column is the leaders."""
+        return tuple(tuple(rank for rank in column if rank is not None) for column in zip_longest(*self.groups))
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        return next(group for group in self.groups if rank in group)
+
+    def column_of(self, rank: int) -> tuple[int, ...]:
+        return self.columns[self.group_of(rank).index(rank)]
+
+    @property
+    def key(self) -> str:
+        """Short name of the layout: ranks a node and ranks a group, for example `nodes2+2_groups2+2`."""
+        nodes = [self.node_of.count(node) for node in sorted(set(self.node_of))]
+        return f"nodes{_counts(nodes)}_groups{_counts([len(group) for group in self.groups])}"
+
+    def __str__(self) -> str:
+        sizes = sorted({len(group) for group in self.groups})
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        return f"{ranks} on {nodes}, {len(self.groups)} x groups of {'/'.join(map(str, sizes))}"
+
+
+def _counts(sizes: list[int]) -> str:
+    """Sizes in order, runs of equal ones as `count x size`, so that a thousand nodes still make a short name."""
+    runs: list[tuple[int, int]] = []
+    for size in sizes:
+        if runs and runs[-1][1] == size:
+            runs[-1] = (runs[-1][0] + 1, size)
+        else:
+            runs.append((1, size))
+    return "+".join(f"{count}x{size}" for count, size in runs)

@@ -1,0 +1,322 @@
+"""The `fourmin` strategy: DistributedDataParallel with tensor fusion and hybrid all-reduce behind its hook."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
+from lightning_fourmin.comm.algorithms import ALGORITHMS
+from lightning_fourmin.comm.engine import Engine
+from lightning_fourmin.comm.fusion import MIB, FusionPlan
+from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
+from lightning_fourmin.comm.topology import Topology
+
+log = logging.getLogger(__name__)
+
+DEFAULT_FUSION_MB = 2.0
+WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TESTED = {"lightning": ("2.6", "2.7", lightning.__version__), "torch": ("2.13", "2.14", torch.__version__)}
+
+
+class FourMinStrategy(DDPStrategy):
+    """Data-parallel training with fused gradients and an all-reduce chosen by size and topology.
+
+    Args:
+        algorithm: "hybrid" (the table chooses for each bucket), "ring", "hierarchical" or "torus".
+        group_size: ranks a group of the hierarchical and torus all-reduce; None: the ranks of a node.
+        fusion_mb: fusion threshold in MiB of gradients; None: the default.
+        switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
+        table: path of a measured table (CSV); None: the cached table of this topology, else the cost model.
+        wire_dtype: "fp32", "fp16" or "bf16"; None: the dtype of the gradients.
+        predivide: factor that gradients are divided by before the sum, the rest after; None: chosen so that sums stay
+            in range (see `comm.scaling`).
+        kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: str = "hybrid",
+        group_size: int | None = None,
+        fusion_mb: float | None = None,
+        switch_mb: float | None = None,
+        table: str | Path | None = None,
+        wire_dtype: str | None = None,
+        predivide: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_choice("algorithm", algorithm, ("hybrid", *ALGORITHMS))
+        _check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
+        _check_positive(group_size=group_size, fusion_mb=fusion_mb, switch_mb=switch_mb, predivide=predivide)
+        if group_size is not None and not isinstance(group_size, int):
+            raise ValueError(f"group_size must be a whole number of ranks, got {group_size!r}")
+        if switch_mb is not None and algorithm != "hybrid":
+            raise ValueError(f"switch_mb is the switch of algorithm='hybrid', but algorithm is {algorithm!r}: drop one")
+        own_caps = {"bucket_cap_mb", "bucket_cap_mb_list"} & kwargs.keys()
+        if own_caps and fusion_mb is not None:
+            raise ValueError(f"fusion_mb and {own_caps.pop()} both set the size of buckets: give one of them")
+        super().__init__(**kwargs)
+        self._algorithm, self._group_size, self._switch_mb, self._table = algorithm, group_size, switch_mb, table
+        self._fusion_mb = None if own_caps else fusion_mb or DEFAULT_FUSION_MB
+        self._wire_dtype = None if wire_dtype is None else WIRE_DTYPES[wire_dtype]
+        self._predivide = predivide
+        self._topology: Topology | None = None
+        self._engine: Engine | None = None
+        self._late_buffers: LateBufferSync | None = None
+        self.fusion_plan: FusionPlan | None = None
+        """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
+        _warn_outside_tested_versions()
+
+    @property
+    def topology(self) -> Topology:
+        """Who is where, gathered from all ranks on first use: a collective call."""
+        if self._topology is None:
+            nodes = [0] * dist.get_world_size()
+            dist.all_gather_object(nodes, self.node_rank)
+            self._topology = Topology.build(nodes, self._group_size)
+        return self._topology
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if (
+            self._start_method == "popen"
+            and self.num_processes > 1
+            and not self.cluster_environment.creates_processes_externally
+            and _in_hydra_multirun()
+        ):
+            raise RuntimeError(
+                "Hydra multirun cannot start ranks by running the command again: each rank would replay the whole "
+                "sweep. Use strategy='fourmin_spawn', which starts ranks from this process."
+            )
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise RuntimeError(
+                f"strategy='fourmin' runs on CPU and CUDA, not on {self.root_device.type}, which has no process group: "
+                "use Trainer(accelerator='cpu', strategy='fourmin') or strategy='auto'"
+            )
+        super().setup_environment()
+        if dist.get_world_size() != self.world_size:
+            raise RuntimeError(
+                f"the process group has {dist.get_world_size()} ranks but the Trainer expects {self.world_size}: a "
+                "group of an earlier run is still alive, or launcher and Trainer disagree; make devices x num_nodes "
+                "equal to the ranks that were started, and run each job of a sweep in a process of its own"
+            )
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        user_kwargs = self._ddp_kwargs
+        kwargs = dict(user_kwargs)
+        self._late_buffers = None
+        if not {"forward_sync_buffers", "broadcast_buffers"} & kwargs.keys() and only_batch_norm_statistics(model):
+            kwargs["forward_sync_buffers"] = False
+            self._late_buffers = LateBufferSync(model)
+        self.fusion_plan = None
+        if self._ddp_comm_hook is None:
+            self._refuse_sparse_gradients(model)
+            if self._fusion_mb is not None:
+                self.fusion_plan = self._plan_fusion(model)
+                kwargs["bucket_cap_mb_list"] = list(self.fusion_plan.caps_mb)
+        self._ddp_kwargs = kwargs
+        try:
+            return super()._setup_model(model)
+        finally:
+            self._ddp_kwargs = user_kwargs
+
+    def _plan_fusion(self, model: nn.Module) -> FusionPlan:
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+        rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
+        assert self._fusion_mb is not None
+        return FusionPlan.build(parameters, self._fusion_mb, rebuilt)
+
+    @staticmethod
+    def _refuse_sparse_gradients(model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f"{name} makes sparse gradients, which fused buckets cannot carry: build it with sparse=False, or "
+                    "use strategy='ddp'"
+                )
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._ddp_comm_hook is not None:
+            rank_zero_info("fourmin: your ddp_comm_hook is used; fusion and hybrid all-reduce stay out of its way")
+            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            return
+        self._engine = Engine(
+            self.topology,
+            self._choose_table(),
+            ProcessGroups.shared(self._timeout),
+            self.root_device,
+            self._wire_dtype,
+            self._predivide,
+            shared_bytes=self._wire_bytes_a_step(self.model),
+        )
+        self.model.register_comm_hook(self._engine, _all_reduce_hook)
+        self._announce(self._engine)
+
+    def _wire_bytes_a_step(self, model: nn.Module) -> int:
+        gradients = [p for p in model.parameters() if p.requires_grad]
+        return sum(p.numel() * (self._wire_dtype or p.dtype).itemsize for p in gradients)
+
+    def _choose_table(self) -> AllReduceTable:
+        """Rank 0 reads or computes the table; all ranks get that one, or its error."""
+        found: list[AllReduceTable | ValueError | None] = [None]
+        if self.is_global_zero:
+            try:
+                found = [self._find_table()]
+            except ValueError as error:
+                found = [error]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], ValueError):
+            raise found[0]
+        return cast(AllReduceTable, found[0])
+
+    def _find_table(self) -> AllReduceTable:
+        backend = dist.get_backend()
+        cached = cached_table_path(self.topology, backend)
+        if self._table is not None:
+            table = AllReduceTable.from_csv(Path(self._table), self.topology, backend)
+        elif cached.exists():
+            table = AllReduceTable.from_csv(cached, self.topology, backend)
+        else:
+            table = AllReduceTable.from_cost_model(self.topology, backend)
+        if self._algorithm != "hybrid":
+            return table.only(self._algorithm)
+        if self._switch_mb is not None:
+            return table.with_switch(int(self._switch_mb * MIB))
+        return table
+
+    def _announce(self, engine: Engine) -> None:
+        wire = str(engine.wire_dtype or "gradients' dtype").removeprefix("torch.")
+        buckets = "as DDP cuts them" if self.fusion_plan is None else str(len(self.fusion_plan.buckets))
+        rank_zero_info(
+            f"fourmin: {engine.topology}; buckets: {buckets}; wire: {wire}; all-reduce ({engine.table.source}): "
+            f"{engine.table.summary()}"
+        )
+        log.debug("%s\n%s", engine.table, self.fusion_plan)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(*args, **kwargs)
+        if self._engine is not None:
+            self._engine.raise_error()
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._late_buffers is not None:
+            self._late_buffers.before_training_step()
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._sync_late_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._sync_late_buffers()
+
+    def _sync_late_buffers(self) -> None:
+        if self._late_buffers is not None:
+            self._late_buffers.sync()
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """As DDPStrategy's, without the barrier before it: an all-reduce waits for all ranks by itself."""
+        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
+            return tensor
+        if not isinstance(reduce_op, str):
+            dist.all_reduce(tensor, op=reduce_op, group=group)
+            return tensor
+        name = reduce_op.lower()
+        mean = name in ("mean", "avg")
+        dist.all_reduce(tensor, op=ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()), group=group)
+        return tensor.copy_(tensor / dist.get_world_size(group)) if mean else tensor
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if exception.args and isinstance(exception.args[0], str):
+            text = exception.args[0].replace("'ddp_find_unused", "'fourmin_find_unused")
+            exception.args = (text.replace("=DDPStrategy(", "=FourMinStrategy("), *exception.args[1:])
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self._late_buffers = None
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            name = f"fourmin{suffix}"
+            text = f"tensor fusion and hybrid all-reduce on DDP, `start_method` '{start_method}'"
+            strategy_registry.register(name, cls, description=text, start_method=start_method)
+            for unused in (True, False):
+                strategy_registry.register(
+                    f"{name}_find_unused_parameters_{str(unused).lower()}",
+                    cls,
+                    description=f"{text}, `find_unused_parameters` as {unused}",
+                    find_unused_parameters=unused,
+                    start_method=start_method,
+                )
+
+
+def _all_reduce_hook(engine: Engine, bucket: dist.GradBucket) -> Future[Tensor]:
+    return engine.submit(bucket.buffer(), bucket.index())
+
+
+def _check_choice(field: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{field}={value!r} is not known: choose one of {', '.join(map(repr, choices))}")
+
+
+def _check_positive(**fields: float | None) -> None:
+    for field, value in fields.items():
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{field} must be a number above 0, got {value!r}: leave it out for the default")
+
+
+def _in_hydra_multirun() -> bool:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _warn_outside_tested_versions() -> None:
+    for package, (first, beyond, found) in TESTED.items():
+        if not Version(first) <= Version(found) < Version(beyond):
+            rank_zero_warn(f"lightning-fourmin is tested with {package} >={first},<{beyond}; this is {found}")

@@ -1,0 +1,61 @@
+"""The wheel holds the package with its Hydra tree and works from an empty directory."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+
+USE_PACKAGE = """
+import lightning_fourmin
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+
+assert "fourmin" in StrategyRegistry.available_strategies()
+trainer = Trainer(strategy="fourmin", accelerator="cpu", devices=1, barebones=True)
+assert isinstance(trainer.strategy, lightning_fourmin.FourMinStrategy), trainer.strategy
+print("imported from", lightning_fourmin.__file__)
+"""
+
+
+def python(*arguments: str | Path, cwd: Path = REPO, **env: str) -> str:
+    """What `python *arguments` prints, whatever the caller's PYTHON* settings, user site and `cwd`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-s", "-P", *arguments],
+        cwd=cwd,
+        env=clean | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"python {arguments} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    python("-m", "build", "--wheel", "--no-isolation", "--outdir", directory)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+def test_wheel_holds_the_package_and_its_configs_only(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_fourmin"}
+    assert "lightning_fourmin/conf/strategy/fourmin.yaml" in names
+
+
+def test_wheel_registers_the_strategy_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    python("-m", "pip", "install", "--no-index", "--no-deps", "--target", site, wheel)
+    assert (site / "lightning_fourmin/conf/strategy/fourmin.yaml").is_file()
+    output = python("-c", USE_PACKAGE, cwd=elsewhere, PYTHONPATH=str(site))
+    assert f"imported from {site / 'lightning_fourmin' / '__init__.py'}" in output
