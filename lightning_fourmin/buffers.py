@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
 
 def only_batch_norm_statistics(module: nn.Module) -> bool:
     """True if the module has buffers and all of them are running statistics of batch norm layers."""
-    owners = [child for child in module.modules() if any(True for _ in child.buffers(recurse=False))]
-    return bool(owners) and all(isinstance(owner, _BatchNorm) for owner in owners)
+    owned = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
+    return bool(owned) and all(isinstance(owner, _BatchNorm) and name in STATISTICS for owner, name in owned)
 
 
 class LateBufferSync:

@@ -2,8 +2,9 @@
 
 import logging
 import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning
 import torch
@@ -26,10 +27,13 @@ from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.comm.trace import Trace
+from lightning_fourmin.comm.tuner import measure_table
 
 log = logging.getLogger(__name__)
 
 DEFAULT_FUSION_MB = 2.0
+AUTO_BUDGET_S = 5.0
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TESTED = {"lightning": ("2.6", "2.7", lightning.__version__), "torch": ("2.13", "2.14", torch.__version__)}
 
@@ -42,10 +46,13 @@ class FourMinStrategy(DDPStrategy):
         group_size: ranks a group of the hierarchical and torus all-reduce; None: the ranks of a node.
         fusion_mb: fusion threshold in MiB of gradients; None: the default.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
-        table: path of a measured table (CSV); None: the cached table of this topology, else the cost model.
+        table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
+            keep it; None: the cached table, else the cost model.
         wire_dtype: "fp32", "fp16" or "bf16"; None: the dtype of the gradients.
         predivide: factor that gradients are divided by before the sum, the rest after; None: chosen so that sums stay
             in range (see `comm.scaling`).
+        stall_warning_s: warn when a phase waits longer.
+        trace: record spans; each rank writes `fourmin_trace/rank<N>.json` below the Trainer's `default_root_dir`.
         kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
     """
 
@@ -59,11 +66,19 @@ class FourMinStrategy(DDPStrategy):
         table: str | Path | None = None,
         wire_dtype: str | None = None,
         predivide: float | None = None,
+        stall_warning_s: float = 30,
+        trace: bool = False,
         **kwargs: Any,
     ) -> None:
         _check_choice("algorithm", algorithm, ("hybrid", *ALGORITHMS))
         _check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
-        _check_positive(group_size=group_size, fusion_mb=fusion_mb, switch_mb=switch_mb, predivide=predivide)
+        _check_positive(
+            group_size=group_size,
+            fusion_mb=fusion_mb,
+            switch_mb=switch_mb,
+            predivide=predivide,
+            stall_warning_s=stall_warning_s,
+        )
         if group_size is not None and not isinstance(group_size, int):
             raise ValueError(f"group_size must be a whole number of ranks, got {group_size!r}")
         if switch_mb is not None and algorithm != "hybrid":
@@ -75,9 +90,10 @@ class FourMinStrategy(DDPStrategy):
         self._algorithm, self._group_size, self._switch_mb, self._table = algorithm, group_size, switch_mb, table
         self._fusion_mb = None if own_caps else fusion_mb or DEFAULT_FUSION_MB
         self._wire_dtype = None if wire_dtype is None else WIRE_DTYPES[wire_dtype]
-        self._predivide = predivide
+        self._predivide, self._stall_warning_s, self._keep_trace = predivide, stall_warning_s, trace
         self._topology: Topology | None = None
         self._engine: Engine | None = None
+        self._trace: Trace | None = None
         self._late_buffers: LateBufferSync | None = None
         self.fusion_plan: FusionPlan | None = None
         """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
@@ -138,7 +154,7 @@ class FourMinStrategy(DDPStrategy):
         self.fusion_plan = None
         if self._ddp_comm_hook is None:
             self._refuse_sparse_gradients(model)
-            if self._fusion_mb is not None:
+            if self._fusion_mb is not None and any(p.requires_grad for p in model.parameters()):
                 self.fusion_plan = self._plan_fusion(model)
                 kwargs["bucket_cap_mb_list"] = list(self.fusion_plan.caps_mb)
         self._ddp_kwargs = kwargs
@@ -170,14 +186,18 @@ class FourMinStrategy(DDPStrategy):
             rank_zero_info("fourmin: your ddp_comm_hook is used; fusion and hybrid all-reduce stay out of its way")
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
             return
+        groups = ProcessGroups.shared(self._timeout)
+        self._trace = Trace(self.global_rank) if self._keep_trace else None
         self._engine = Engine(
             self.topology,
-            self._choose_table(),
-            ProcessGroups.shared(self._timeout),
+            self._choose_table(groups),
+            groups,
             self.root_device,
             self._wire_dtype,
             self._predivide,
             shared_bytes=self._wire_bytes_a_step(self.model),
+            stall_warning_s=self._stall_warning_s,
+            trace=self._trace,
         )
         self.model.register_comm_hook(self._engine, _all_reduce_hook)
         self._announce(self._engine)
@@ -186,7 +206,7 @@ class FourMinStrategy(DDPStrategy):
         gradients = [p for p in model.parameters() if p.requires_grad]
         return sum(p.numel() * (self._wire_dtype or p.dtype).itemsize for p in gradients)
 
-    def _choose_table(self) -> AllReduceTable:
+    def _choose_table(self, groups: ProcessGroups) -> AllReduceTable:
         """Rank 0 reads or computes the table; all ranks get that one, or its error."""
         found: list[AllReduceTable | ValueError | None] = [None]
         if self.is_global_zero:
@@ -195,23 +215,34 @@ class FourMinStrategy(DDPStrategy):
             except ValueError as error:
                 found = [error]
         dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], ValueError):
-            raise found[0]
-        return cast(AllReduceTable, found[0])
-
-    def _find_table(self) -> AllReduceTable:
-        backend = dist.get_backend()
-        cached = cached_table_path(self.topology, backend)
-        if self._table is not None:
-            table = AllReduceTable.from_csv(Path(self._table), self.topology, backend)
-        elif cached.exists():
-            table = AllReduceTable.from_csv(cached, self.topology, backend)
-        else:
-            table = AllReduceTable.from_cost_model(self.topology, backend)
+        table = found[0]
+        if isinstance(table, ValueError):
+            raise table
+        if table is None:
+            table = self._measure_table(groups)
         if self._algorithm != "hybrid":
             return table.only(self._algorithm)
         if self._switch_mb is not None:
             return table.with_switch(int(self._switch_mb * MIB))
+        return table
+
+    def _find_table(self) -> AllReduceTable | None:
+        """The table that the user asked for; None if it has to be measured."""
+        backend = dist.get_backend()
+        cached = cached_table_path(self.topology, backend)
+        if self._table not in (None, "auto"):
+            return AllReduceTable.from_csv(Path(self._table), self.topology, backend)
+        if cached.exists():
+            return AllReduceTable.from_csv(cached, self.topology, backend)
+        return None if self._table == "auto" else AllReduceTable.from_cost_model(self.topology, backend)
+
+    def _measure_table(self, groups: ProcessGroups) -> AllReduceTable:
+        assert self.model is not None
+        rank_zero_info(f"fourmin: measuring the all-reduce for {AUTO_BUDGET_S:g} s (table='auto', kept for later runs)")
+        largest = self._wire_bytes_a_step(self.model)
+        table = measure_table(self.topology, groups, self.root_device, largest, AUTO_BUDGET_S)
+        if self.is_global_zero:
+            table.to_csv(cached_table_path(self.topology, table.backend))
         return table
 
     def _announce(self, engine: Engine) -> None:
@@ -225,11 +256,21 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().backward(*args, **kwargs)
+        with self._span("backward"):
+            loss = super().backward(*args, **kwargs)
         if self._engine is not None:
             self._engine.raise_error()
         return loss
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._span("optimizer step"):
+            return super().optimizer_step(*args, **kwargs)
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._trace is None else self._trace.span("main", name)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._late_buffers is not None:
@@ -274,6 +315,9 @@ class FourMinStrategy(DDPStrategy):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        if self._trace is not None and self.lightning_module is not None:
+            self._trace.write(Path(self.lightning_module.trainer.default_root_dir) / "fourmin_trace")
+            self._trace = None
         self._late_buffers = None
         super().teardown()
 

@@ -1,5 +1,6 @@
 """What every test shares: the warning filters and the pool of ranks."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -15,8 +16,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tables that the user of this machine has measured stay out of the tests, and those of the tests out of theirs."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(own_cache: None) -> Iterator[RankPool]:
     """Real gloo ranks: `ranks.run(fn, *args, world=4, nodes=[2, 2])` gives the results in rank order."""
     with closing(RankPool()) as pool:
         yield pool

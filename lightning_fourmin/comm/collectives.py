@@ -42,8 +42,6 @@ class Payload(Protocol):
     """The stretch that this rank holds sums of, in the wire's dtype."""
     splits: list[list[Tensor]]
     """The cuts that led to `live`, outermost first."""
-    result: list[Tensor]
-    """Where the sums of the whole piece will stand, in order."""
 
 
 class Collectives(Protocol):
@@ -71,15 +69,23 @@ class Scratch:
         self._free.setdefault((tensor.numel(), tensor.dtype), deque()).append(tensor)
 
     def add_up(self, terms: Sequence[Tensor], scale: float, out: Tensor) -> None:
-        """`out` = scale * sum of terms, summed in order and in at least FP32; `out` may be one of the terms."""
-        total = self.take(out.numel(), out.dtype if out.dtype.itemsize >= 4 else torch.float32)
-        torch.add(terms[0], terms[1], out=total) if terms[0].dtype is total.dtype else total.copy_(terms[0]).add_(
-            terms[1]
-        )
-        for term in terms[2:]:
+        """`out` = scale * sum of terms in order, summed in at least FP32; `out` may be the first term."""
+        wide = out.dtype.itemsize >= 4
+        total = out if wide else self.take(out.numel(), torch.float32)
+        first, second, *rest = terms
+        if not wide:
+            total.copy_(first).add_(second)
+        elif first is out:
+            total.add_(second)
+        else:
+            torch.add(first, second, out=total)
+        for term in rest:
             total.add_(term)
-        torch.mul(total, scale, out=out) if scale != 1.0 else out.copy_(total)
-        self.give_back(total)
+        if scale != 1.0:
+            total.mul_(scale)
+        if not wide:
+            out.copy_(total)
+            self.give_back(total)
 
 
 class MessageCollectives:
@@ -120,8 +126,7 @@ class MessageCollectives:
         works += _send(sends, members, payload.tag)
 
         def add_up() -> None:
-            places = range(len(members.ranks))
-            self._scratch.add_up([inbox.get(place, mine) for place in places], scale, out=mine)
+            self._scratch.add_up([mine, *inbox.values()], scale, out=mine)
             for box in inbox.values():
                 self._scratch.give_back(box)
 
@@ -135,13 +140,12 @@ class SharedCollectives(MessageCollectives):
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         if (slot := payload.slot) is None:
             return super().reduce(payload, members, scale)
-        payload.live = slot.sums[0]
-        payload.result = [slot.sums[0]]
+        payload.live = slot.sums
         if members.index != 0:
             return Transfer(_send([(_BELL, 0)], members, payload.tag))
         return Transfer(
             _receive([(torch.empty_like(_BELL), other) for other in members.others], members, payload.tag),
-            lambda: self._scratch.add_up(slot.inputs, scale, out=slot.sums[0]),
+            lambda: self._scratch.add_up(slot.gradients, scale, out=slot.sums),
         )
 
     @override
@@ -157,9 +161,8 @@ class SharedCollectives(MessageCollectives):
         if (slot := payload.slot) is None:
             return super().reduce_scatter(payload, members, scale)
         size, me = len(members.ranks), members.index
-        payload.result = [sums.tensor_split(size)[place] for place, sums in enumerate(slot.sums)]
-        mine = payload.live = payload.result[me]
-        terms = [gradients.tensor_split(size)[me] for gradients in slot.inputs]
+        mine = payload.live = slot.sums.tensor_split(size)[me]
+        terms = [gradients.tensor_split(size)[me] for gradients in slot.gradients]
         return Transfer(_ring_bells(payload, members), lambda: self._scratch.add_up(terms, scale, out=mine))
 
     @override

@@ -47,5 +47,6 @@ def all_reduce_s(algorithm: str, num_bytes: int, topology: Topology, links: Link
     if algorithm == "torus":
         inside_s = 2 * (k - 1) * inside.latency_s + 2 * (k - 1) / k * n * inside.s_per_byte
         # k messages of n/k bytes leave a node at once and share its link: as many bytes, k times the messages.
-        return inside_s + k * 2 * (q - 1) * between.latency_s + across_bytes_s + sums_s
+        # The sums are shared too: a rank adds up 1/k of the data between groups.
+        return inside_s + k * 2 * (q - 1) * between.latency_s + across_bytes_s + (p - 1) / p * n * g
     raise ValueError(f"no cost model for algorithm {algorithm!r}")

@@ -9,7 +9,8 @@ one order, driven by one thread; the phases of different buckets, and of the pie
 """
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 
@@ -29,8 +30,10 @@ from lightning_fourmin.comm.collectives import (
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.scaling import scales
 from lightning_fourmin.comm.shared import SharedArena, Slot
+from lightning_fourmin.comm.stall import StallWatch
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.comm.trace import Trace
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring)."""
@@ -40,8 +43,10 @@ JOIN_S = 5.0
 class _Bucket:
     """A bucket under way: what DDP waits for, and how many pieces are still missing."""
 
-    def __init__(self, gradients: Tensor, index: int, num_pieces: int) -> None:
-        self.gradients, self.index, self.missing = gradients, index, num_pieces
+    def __init__(self, gradients: Tensor, index: int, route: Route, num_pieces: int) -> None:
+        self.gradients, self.index, self.route, self.missing = gradients, index, route, num_pieces
+        self.slot: Slot | None = None
+        self.done = threading.Event()
         device = gradients.device
         self.future: Future[Tensor]
         if device.type == "cuda":
@@ -50,18 +55,28 @@ class _Bucket:
         else:
             self.future = Future()
 
+    @property
+    def result_is_shared(self) -> bool:
+        """DDP copies the result out of whatever tensor it gets: sums that need no more work can stay where they are."""
+        return self.slot is not None and self.slot.sums.dtype is self.gradients.dtype and self.route.after == 1.0
+
+    def complete(self) -> None:
+        result = self.gradients
+        if self.slot is not None and self.result_is_shared:
+            # DDP counts its offsets from the start of the result's storage, so the stretch needs a storage of its own.
+            result = torch.from_dlpack(self.slot.sums)
+        self.done.set()
+        self.future.set_result(result)
+
 
 class _Piece:
     """A stretch of a bucket on its way through the stages."""
 
-    def __init__(self, bucket: _Bucket, gradients: Tensor, route: Route, tag: int) -> None:
-        self.bucket, self.gradients, self.route, self.tag = bucket, gradients, route, tag
-        self.slot: Slot | None = None
-        self.live = gradients
-        self.result = [gradients]
+    def __init__(self, bucket: _Bucket, gradients: Tensor, slot: Slot | None, tag: int) -> None:
+        self.bucket, self.gradients, self.slot, self.tag = bucket, gradients, slot, tag
+        self.live = self.wire = gradients
         self.splits: list[list[Tensor]] = []
         self.pending: Transfer | None = None
-        self.done = threading.Event()
 
 
 class Engine:
@@ -76,6 +91,8 @@ class Engine:
         wire_dtype: torch.dtype | None = None,
         predivide: float | None = None,
         shared_bytes: int = 0,
+        stall_warning_s: float | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """`shared_bytes`: what a step puts on the wire; shared memory of that size serves the ranks of a node."""
         self.topology, self.table, self.wire_dtype = topology, table, wire_dtype
@@ -96,6 +113,9 @@ class Engine:
         self._under_way: set[_Bucket] = set()
         self._error: BaseException | None = None
         self._num_pieces = 0
+        self._trace = trace
+        self._busy: list[tuple[float, str] | None] = [None] * len(self._queues)
+        self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits)
         self._threads = [
             threading.Thread(target=self._run_stage, args=(i,), name=f"fourmin-{name}", daemon=True)
             for i, name in enumerate([*self._stages, "finish"])
@@ -104,31 +124,29 @@ class Engine:
             thread.start()
 
     def submit(self, gradients: Tensor, index: int) -> Future[Tensor]:
-        """Starts the all-reduce of a flat bucket, in place; the future holds it once it is the mean over all ranks."""
+        """Starts the all-reduce of a flat bucket; the future holds the mean over all ranks.
+
+        The mean stands in `gradients` or in shared memory; there it holds until `shared_bytes` more are submitted.
+        """
         wire_dtype = self.wire_dtype or gradients.dtype
         num_bytes = gradients.numel() * wire_dtype.itemsize
         route = self._routes_for(wire_dtype)[self.table.choose(num_bytes)]
         num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // CHUNK_BYTES))
-        bucket = _Bucket(gradients, index, num_pieces)
+        bucket = _Bucket(gradients, index, route, num_pieces)
         with self._lock:
             if self._error is not None or not num_bytes or self.topology.world_size == 1:
-                bucket.future.set_result(gradients)
+                bucket.complete()
                 return bucket.future
             self._under_way.add(bucket)
+        if self._arena is not None and "reduce" in route.phases:
+            bucket.slot = self._arena.place(gradients.numel(), wire_dtype, bucket.done.wait)
+        start = 0
         for stretch in gradients.tensor_split(num_pieces):
-            piece = _Piece(bucket, stretch, route, tag=self._num_pieces)
-            if self._arena is not None and "reduce" in route.phases:
-                piece.slot = self._arena.place(stretch.numel(), wire_dtype, self._wait_for(piece))
-            self._queues[0].put(piece)
+            slot = None if bucket.slot is None else bucket.slot.narrow(start, stretch.numel())
+            self._queues[0].put(_Piece(bucket, stretch, slot, tag=self._num_pieces))
+            start += stretch.numel()
             self._num_pieces += 1
         return bucket.future
-
-    def _wait_for(self, piece: _Piece) -> Callable[[], None]:
-        def wait() -> None:
-            while not piece.done.wait(timeout=1.0) and self._error is None:
-                pass
-
-        return wait
 
     def raise_error(self) -> None:
         """Raises the first error of a phase, as itself."""
@@ -137,6 +155,8 @@ class Engine:
 
     def close(self) -> None:
         """Stops the threads; one that is still blocked in the backend after a bounded wait is left as a daemon."""
+        if self._stall_watch is not None:
+            self._stall_watch.close()
         self._queues[0].put(None)
         for thread in self._threads:
             thread.join(0 if self._error is not None else JOIN_S)
@@ -150,8 +170,9 @@ class Engine:
         members = self._groups.members("reduce", self.topology.groups)
         if members is None or len({self.topology.node_of[rank] for rank in members.ranks}) > 1:
             return None
-        # One piece of room more than a step needs, since a piece that does not fit at the end starts at the front.
-        return SharedArena.open(members, shared_bytes + 2 * CHUNK_BYTES)
+        # Twice what a step needs: a bucket that does not fit at the end starts at the front, and DDP still copies
+        # results of a step out of its stretches while the next one begins.
+        return SharedArena.open(members, 2 * shared_bytes + CHUNK_BYTES)
 
     def _routes_for(self, wire_dtype: torch.dtype) -> Mapping[str, Route]:
         if wire_dtype not in self._routes:
@@ -171,32 +192,43 @@ class Engine:
             stream = torch.cuda.stream(torch.cuda.Stream(self._device))
         with stream, torch.no_grad():
             while (piece := self._queues[position].get()) is not None:
+                what = f"bucket {piece.bucket.index}, phase {stage} of the {piece.bucket.route.algorithm} all-reduce"
+                self._busy[position] = (time.monotonic(), what)
                 try:
                     if self._error is None:
-                        self._advance(piece, stage, first=position == 0)
+                        with self._span(stage, piece):
+                            self._advance(piece, stage, first=position == 0)
                 except BaseException as error:
-                    error.add_note(
-                        f"in phase {stage} of the {piece.route.algorithm} all-reduce of bucket {piece.bucket.index}"
-                    )
+                    error.add_note(f"in {what}")
                     self._fail(error)
+                self._busy[position] = None
                 if stage != "finish":
                     self._queues[position + 1].put(piece)
             if stage != "finish":
                 self._queues[position + 1].put(None)
+
+    def _span(self, stage: str, piece: _Piece) -> AbstractContextManager[object]:
+        if self._trace is None:
+            return nullcontext()
+        details = {"algorithm": piece.bucket.route.algorithm, "numel": piece.gradients.numel(), "piece": piece.tag}
+        return self._trace.span(stage, f"bucket {piece.bucket.index}", **details)
+
+    def _waits(self) -> list[tuple[float, str]]:
+        return [busy for busy in self._busy if busy is not None]
 
     def _advance(self, piece: _Piece, stage: str, first: bool) -> None:
         if first:
             self._prepare(piece)
         if stage == "finish":
             self._finish(piece)
-        elif stage in piece.route.phases:
+        elif stage in piece.bucket.route.phases:
             if piece.pending is not None:
                 piece.pending.wait()
-            piece.pending = piece.route.phases[stage](piece)
+            piece.pending = piece.bucket.route.phases[stage](piece)
 
     def _prepare(self, piece: _Piece) -> None:
         """Scales the gradients and brings them into the wire's form."""
-        before, dtype = piece.route.before, self.wire_dtype or piece.gradients.dtype
+        before, dtype = piece.bucket.route.before, self.wire_dtype or piece.gradients.dtype
         padding = 0
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).wait_event(piece.bucket.ready)
@@ -208,41 +240,40 @@ class Engine:
         numel = piece.gradients.numel()
         if piece.slot is not None:
             assert self._arena is not None
-            wire = piece.slot.inputs[self._arena.members.index]
+            wire = piece.slot.gradients[self._arena.members.index]
         elif self._device.type == "cpu":
             wire = self._scratch.take(numel, dtype)
         else:
             wire = torch.empty(numel + padding, dtype=dtype, device=self._device)
             wire[numel:].zero_()
-        piece.live = wire
-        piece.result = [wire[:numel]]
         if before == 1.0:
             wire[:numel].copy_(piece.gradients)
         else:
             torch.mul(piece.gradients, before, out=wire[:numel])
+        piece.live = piece.wire = wire
 
     def _finish(self, piece: _Piece) -> None:
         if piece.pending is not None:
             piece.pending.wait()
-        if piece.result[0] is not piece.gradients:
-            sizes = [part.numel() for part in piece.result]
-            for stretch, part in zip(piece.gradients.split(sizes), piece.result, strict=True):
-                stretch.copy_(part)
-                if self._device.type == "cuda":
-                    part.record_stream(torch.cuda.current_stream(self._device))
-            if self._device.type == "cpu" and piece.slot is None:
-                self._scratch.give_back(piece.result[0])
-        if piece.route.after != 1.0:
-            piece.gradients.mul_(piece.route.after)
-        piece.done.set()
-        bucket = piece.bucket
+        bucket, numel = piece.bucket, piece.gradients.numel()
+        if piece.slot is not None:
+            if not bucket.result_is_shared:
+                piece.gradients.copy_(piece.slot.sums)
+        elif piece.wire is not piece.gradients:
+            piece.gradients.copy_(piece.wire[:numel])
+            if self._device.type == "cpu":
+                self._scratch.give_back(piece.wire)
+            else:
+                piece.wire.record_stream(torch.cuda.current_stream(self._device))
+        if bucket.route.after != 1.0:
+            piece.gradients.mul_(bucket.route.after)
         bucket.missing -= 1
         if bucket.missing == 0:
             with self._lock:
-                done = bucket in self._under_way
+                waited_for = bucket in self._under_way
                 self._under_way.discard(bucket)
-            if done:
-                bucket.future.set_result(bucket.gradients)
+            if waited_for:
+                bucket.complete()
 
     def _fail(self, error: BaseException) -> None:
         """Keeps the first error and releases whoever waits: an unset future would block backward for ever."""
@@ -252,4 +283,4 @@ class Engine:
             waiting = list(self._under_way)
             self._under_way.clear()
         for bucket in waiting:
-            bucket.future.set_result(bucket.gradients)
+            bucket.complete()

@@ -81,7 +81,7 @@ def _cut(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
     buckets: list[int] = []
     pooled: list[int] = []
     for size in sizes:
-        if size > threshold_bytes and pooled:
+        if size > threshold_bytes and any(pooled):
             buckets.append(sum(pooled))
             pooled = []
         pooled.append(size)
@@ -99,14 +99,16 @@ def _ddp_buckets(
     """What DDP makes of these limits, asked of torch's own function."""
     order = list(reversed(parameters)) if rebuilt else list(parameters)
     tensors: list[torch.Tensor] = [parameter for _, parameter in order]
-    assignment, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
+    # With indices torch keeps the order that a rebuild gives, which is not the ready order where dtypes are mixed.
+    indices = list(range(len(tensors))) if rebuilt else []
+    assignment, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors), indices)
     buckets = [
         Bucket(
-            tuple(order[i][0] for i in indices),
-            sum(_num_bytes(order[i][1]) for i in indices),
-            order[indices[0]][1].dtype,
+            tuple(order[i][0] for i in members),
+            sum(_num_bytes(order[i][1]) for i in members),
+            order[members[0]][1].dtype,
         )
-        for indices in assignment
+        for members in assignment
     ]
     if not rebuilt:
         buckets.reverse()

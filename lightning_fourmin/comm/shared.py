@@ -1,7 +1,7 @@
 """Memory that the ranks of a group on one node share: gradients cross a node without passing through sockets.
 
-    member 0   [ inputs | sums ]      each member writes its own two areas and reads those of all;
-    member 1   [ inputs | sums ]      a message of one byte says that an area is ready
+    leader     [ gradients | sums ]      each member writes gradients into its own area and sums into the leader's,
+    member 1   [ gradients ]             and reads those of all; a message of one byte says that something is ready
 
 The memory is anonymous: it has no name that could be left behind, and goes with the last process that maps it.
 """
@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,69 +19,79 @@ from torch import Tensor
 from lightning_fourmin.comm.members import Members
 
 ALIGNMENT = 64
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The stretch of shared memory of one piece, as seen by every member: by member, its gradients and its sums."""
+    """A stretch of shared memory in the wire's dtype: the gradients of every member, and their sums."""
 
-    inputs: list[Tensor]
-    sums: list[Tensor]
+    gradients: list[Tensor]
+    sums: Tensor
+
+    def narrow(self, start: int, numel: int) -> "Slot":
+        return Slot([area[start : start + numel] for area in self.gradients], self.sums[start : start + numel])
 
 
 class SharedArena:
-    """The areas of all members, handed out in one order on every member, round and round."""
+    """The areas of a group, handed out in one order on every member, round and round."""
 
     def __init__(self, areas: list[Tensor], members: Members) -> None:
         self.members = members
         self._num_bytes = areas[0].numel() // 2
-        self._inputs = [area[: self._num_bytes] for area in areas]
-        self._sums = [area[self._num_bytes :] for area in areas]
+        self._gradients = [area[: self._num_bytes] for area in areas]
+        self._sums = areas[0][self._num_bytes :]
         self._next = 0
-        self._placed: deque[tuple[int, int, Callable[[], None]]] = deque()
+        self._placed: deque[tuple[int, int, Callable[[], object]]] = deque()
 
     @classmethod
     def open(cls, members: Members, num_bytes: int) -> "SharedArena | None":
         """Maps the areas of all members, or None on all of them if one cannot (no common process namespace, say)."""
         num_bytes = _aligned(num_bytes)
-        if not hasattr(os, "memfd_create"):
-            return None
-        mine = os.memfd_create("fourmin")
+        descriptor = os.memfd_create("fourmin") if hasattr(os, "memfd_create") else None
+        path = "" if descriptor is None else f"/proc/{os.getpid()}/fd/{descriptor}"
         try:
-            os.ftruncate(mine, 2 * num_bytes)
-            paths: list[str] = [""] * len(members.ranks)
-            dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{mine}", group=members.group)
-            try:
-                areas = [torch.from_file(path, shared=True, size=2 * num_bytes, dtype=torch.uint8) for path in paths]
-            except RuntimeError:
-                areas = []
-            mapped: list[bool] = [False] * len(members.ranks)
-            dist.all_gather_object(mapped, bool(areas), group=members.group)
+            if descriptor is not None:
+                os.ftruncate(descriptor, 2 * num_bytes)  # takes memory only where it is written
+            paths = _gathered(path, members)
+            areas = _mapped(paths, 2 * num_bytes) if all(paths) else []
+            mapped = _gathered(bool(areas), members)
         finally:
-            os.close(mine)
+            if descriptor is not None:
+                os.close(descriptor)
         return cls(areas, members) if all(mapped) else None
 
-    def place(self, numel: int, dtype: torch.dtype, wait_until_done: Callable[[], None]) -> Slot | None:
-        """The next stretch, once the pieces that used it are done; None if the piece is larger than an area.
+    def place(self, numel: int, dtype: torch.dtype, wait_until_done: Callable[[], object]) -> Slot | None:
+        """The next stretch, once the buckets that used it are done; None if this one is larger than the area.
 
-        Every member places the same pieces in the same order, so they agree on stretches without a word. A piece that
+        Every member places the same buckets in the same order, so they agree on stretches without a word. A bucket that
         is done here was read by all others: its sums reached us only after they had read our gradients, and before a
-        member may write new sums it has heard from us about the new piece, so we have read its old ones.
+        member may write new sums it has heard from us about the new bucket, so we have read the old ones.
         """
-        num_bytes = _aligned(numel * dtype.itemsize)
+        num_bytes = numel * dtype.itemsize
         if num_bytes > self._num_bytes:
             return None
         start = self._next if self._next + num_bytes <= self._num_bytes else 0
-        stop = self._next = start + num_bytes
+        stop = start + num_bytes
+        self._next = _aligned(stop)
         in_the_way = [i for i, (first, last, _) in enumerate(self._placed) if first < stop and start < last]
         for _ in range(max(in_the_way, default=-1) + 1):
             self._placed.popleft()[2]()
         self._placed.append((start, stop, wait_until_done))
+        return Slot([area[start:stop].view(dtype) for area in self._gradients], self._sums[start:stop].view(dtype))
 
-        def typed(areas: list[Tensor]) -> list[Tensor]:
-            return [area[start : start + numel * dtype.itemsize].view(dtype) for area in areas]
 
-        return Slot(typed(self._inputs), typed(self._sums))
+def _mapped(paths: list[str], num_bytes: int) -> list[Tensor]:
+    try:
+        return [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+    except RuntimeError:
+        return []
+
+
+def _gathered(mine: T, members: Members) -> list[T]:
+    everyones = [mine] * len(members.ranks)
+    dist.all_gather_object(everyones, mine, group=members.group)
+    return everyones
 
 
 def _aligned(num_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -120,13 +121,15 @@ class AllReduceTable:
         """Reads a table and refuses one that was made for another topology or backend."""
         try:
             lines = path.read_text().splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"table={str(path)!r} is not an all-reduce table ({error}): measure a new one") from error
         except OSError as error:
             raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
         head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
         try:
             rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
             table = cls(head["topology_key"], head["backend"], head["source"], _checked(rows))
-        except (KeyError, ValueError, TypeError) as error:
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
             raise ValueError(
                 f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"
             ) from error
@@ -168,9 +171,10 @@ def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
     names = set(rows[0].milliseconds)
     if not names or not names <= {"ring", "hierarchical", "torus"}:
         raise ValueError(f"its algorithms are {sorted(names)}")
-    if [row.num_bytes for row in rows] != sorted({row.num_bytes for row in rows}):
-        raise ValueError("its sizes do not rise")
-    if any(set(row.milliseconds) != names or not all(ms > 0 for ms in row.milliseconds.values()) for row in rows):
+    if rows[0].num_bytes < 1 or [row.num_bytes for row in rows] != sorted({row.num_bytes for row in rows}):
+        raise ValueError("its sizes do not rise from 1 byte or more")
+    times = [ms for row in rows for ms in row.milliseconds.values()]
+    if any(set(row.milliseconds) != names for row in rows) or not all(0 < ms < math.inf for ms in times):
         raise ValueError("every row needs a positive time for every algorithm")
     return tuple(rows)
 

@@ -69,7 +69,7 @@ class Topology:
 
     @property
     def key(self) -> str:
-        """Short name of the layout: ranks a node and ranks a group, for example `nodes2+2_groups2+2`."""
+        """Short name of the layout: ranks a node and ranks a group, for example `nodes2x2_groups2x2`."""
         nodes = [self.node_of.count(node) for node in sorted(set(self.node_of))]
         return f"nodes{_counts(nodes)}_groups{_counts([len(group) for group in self.groups])}"
 

@@ -1,0 +1,241 @@
+"""The engine in real ranks: means of any size and dtype, many buckets at once, 16-bit range and any timing."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fourmin.comm.algorithms import usable_algorithms
+from lightning_fourmin.comm.engine import Engine
+from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.table import AllReduceTable, Row
+from lightning_fourmin.comm.topology import Topology
+from parity import digest
+from pool import RankPool
+from ranks import current_case
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALL = (0, 1, 2, 3, 17, 1001)
+LARGE = 3_000_001
+SMALLEST_FP16 = 2.0**-24
+LARGEST_FP16 = 65504.0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of random gradients: every rank can make those of every rank."""
+
+    numel: int
+    dtype: torch.dtype
+    number: int
+
+    def gradients(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.number + rank)
+        return torch.randn(self.numel, generator=generator).to(self.dtype)
+
+    def error(self, found: Tensor, wire_dtype: torch.dtype | None) -> float:
+        """Largest distance from the mean in FP64, in units of the last place of the largest gradient that went in."""
+        mean, largest = _mean_and_largest(self, current_case().world)
+        places = max(torch.finfo(self.dtype).eps, torch.finfo(wire_dtype or self.dtype).eps)
+        return float(((found.double() - mean).abs() / (places * largest)).max()) if self.numel else 0.0
+
+
+@lru_cache
+def _mean_and_largest(bucket: Bucket, world: int) -> tuple[Tensor, Tensor]:
+    gradients = torch.stack([bucket.gradients(rank).double() for rank in range(world)])
+    return gradients.mean(0), gradients.abs().amax(0)
+
+
+def topology(group_size: int | None = None) -> Topology:
+    nodes = current_case().nodes
+    return Topology.build([node for node, size in enumerate(nodes) for _ in range(size)], group_size)
+
+
+@contextmanager
+def engine(
+    algorithm: str | None = None, group_size: int | None = None, timeout_s: float = 60.0, **kwargs: Any
+) -> Iterator[Engine]:
+    """An engine as the strategy builds it; without an algorithm small, middle and large buckets take different ones."""
+    where = topology(group_size)
+    if algorithm is not None:
+        table = AllReduceTable.from_cost_model(where, "gloo").only(algorithm)
+    else:
+        bests = {100: "hierarchical", 10_000: "torus", 1_000_000: "ring"}
+        names = usable_algorithms(where)
+        rows = [Row(n, {name: 1.0 if name == best else 9.0 for name in names}) for n, best in bests.items()]
+        table = AllReduceTable(where.key, "gloo", "made for a test", tuple(rows))
+    groups = ProcessGroups.shared(timedelta(seconds=timeout_s))
+    with closing(Engine(where, table, groups, torch.device("cpu"), **kwargs)) as made:
+        yield made
+
+
+def reduce_all(made: Engine, buckets: Sequence[Bucket]) -> list[tuple[str, float]]:
+    """Digest of each mean, and on rank 0 its error; all buckets are under way at once."""
+    rank = current_case().rank
+    futures = [made.submit(bucket.gradients(rank), index) for index, bucket in enumerate(buckets)]
+    means = [future.wait() for future in futures]
+    made.raise_error()
+    assert all(mean.dtype is bucket.dtype for mean, bucket in zip(means, buckets, strict=True))
+    return [
+        (digest(mean.view(torch.uint8)), bucket.error(mean, made.wire_dtype) if rank == 0 else 0.0)
+        for mean, bucket in zip(means, buckets, strict=True)
+    ]
+
+
+def check(answers: list[Any], what: Any, largest_error: float) -> None:
+    """All ranks have the same bits, and rank 0 the right ones."""
+    for i, (_, error) in enumerate(answers[0]):
+        assert len({answer[i][0] for answer in answers}) == 1, f"ranks differ in bucket {i} of {what}"
+        assert error <= largest_error, f"bucket {i} of {what} is off by {error} units of the last place"
+
+
+def reduce_sizes_and_dtypes(group_size: int | None) -> dict[Any, list[tuple[str, float]]]:
+    small = [Bucket(numel, dtype, i) for i, (dtype, numel) in enumerate(product(DTYPES, SMALL))]
+    large = [Bucket(LARGE, torch.float32, 99)]
+    answers = {}
+    for algorithm in usable_algorithms(topology(group_size)):
+        for wire_dtype, shared_bytes in product((None, *DTYPES), (0, 4 * LARGE)):
+            if algorithm == "ring" and shared_bytes:
+                continue
+            with engine(algorithm, group_size, wire_dtype=wire_dtype, shared_bytes=shared_bytes) as made:
+                buckets = small + (large if wire_dtype in (None, torch.float16) else [])
+                answers[algorithm, str(wire_dtype), shared_bytes] = reduce_all(made, buckets)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group_size"),
+    [((1, 1), None), ((2, 1), None), ((3,), None), ((2, 2), None), ((3, 1), 2), ((2, 1, 3), None)],
+)
+def test_means_of_all_sizes_and_dtypes(ranks: RankPool, nodes: tuple[int, ...], group_size: int | None) -> None:
+    by_rank = ranks.run(reduce_sizes_and_dtypes, group_size, nodes=nodes, timeout=120)
+    for case in by_rank[0]:
+        # One rounding into the wire, one a sum, one out of it; the ring rounds at every hop.
+        check([answers[case] for answers in by_rank], case, largest_error=2 + sum(nodes))
+
+
+def mixed_buckets(num_buckets: int) -> list[Bucket]:
+    """Buckets of 4 bytes to 2 MB, the same on all ranks."""
+    draw = random.Random(5)
+    return [Bucket(int(10 ** draw.uniform(0, 5.7)), torch.float32, i) for i in range(num_buckets)]
+
+
+def reduce_many(
+    algorithm: str | None,
+    shared_bytes: int,
+    chunk_bytes: int = 64 * 1024,
+    largest_sleep_s: float = 0.0,
+    num_rounds: int = 1,
+) -> list[tuple[str, float]]:
+    draw = random.Random(current_case().rank)
+    advance = Engine._advance
+
+    def dawdle(self: Engine, *args: Any, **kwargs: Any) -> None:
+        time.sleep(draw.uniform(0, largest_sleep_s))
+        advance(self, *args, **kwargs)
+
+    answers = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_fourmin.comm.engine.CHUNK_BYTES", chunk_bytes)
+        if largest_sleep_s:
+            patch.setattr(Engine, "_advance", dawdle)
+        with engine(algorithm, shared_bytes=shared_bytes) as made:
+            buckets = mixed_buckets(30)
+            chosen = {made.table.choose(4 * bucket.numel) for bucket in buckets}
+            assert chosen == ({algorithm} if algorithm else set(usable_algorithms(made.topology)))
+            for _ in range(num_rounds):
+                answers += reduce_all(made, buckets)
+    return answers
+
+
+# Without shared memory, with room for a step, and with so little that pieces wait for each other's place.
+SHARED_BYTES = (0, 32 * 1024 * 1024, 1)
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (3, 1), (4,)])
+def test_many_buckets_under_way_at_once(ranks: RankPool, nodes: tuple[int, ...]) -> None:
+    algorithms = (None, "hierarchical") if nodes == (3, 1) else (None, "hierarchical", "torus")
+    for arguments in product(algorithms, SHARED_BYTES):
+        check(ranks.run(reduce_many, *arguments, nodes=nodes), arguments, largest_error=6)
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
+@pytest.mark.parametrize("nodes", [(2, 2), (2, 1)])
+def test_no_deadlock_whatever_the_timing(ranks: RankPool, nodes: tuple[int, ...], shared_bytes: int) -> None:
+    answers = ranks.run(reduce_many, None, shared_bytes, largest_sleep_s=0.005, num_rounds=2, nodes=nodes)
+    check(answers, "dawdling ranks", largest_error=6)
+
+
+def reduce_equal(value: float, dtype: torch.dtype, algorithm: str, **kwargs: Any) -> float:
+    """The mean when every rank has the same value: the one that is farthest from it."""
+    with engine(algorithm, wire_dtype=torch.float16, **kwargs) as made:
+        mean = made.submit(torch.full((1001,), value, dtype=dtype), 0).wait()
+        made.raise_error()
+        return max(mean.double().tolist(), key=lambda found: abs(found - value))
+
+
+def reduce_extremes(dtype: torch.dtype, values: Sequence[float]) -> list[tuple[str, float, float]]:
+    return [
+        (algorithm, value, reduce_equal(value, dtype, algorithm, shared_bytes=shared_bytes))
+        for algorithm in usable_algorithms(topology())[1:]
+        for value in values
+        for shared_bytes in (0, 8192)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("nodes", [(1, 1), (3,), (2, 2)])
+def test_whole_range_of_fp16_survives_our_own_sums(ranks: RankPool, nodes: tuple[int, ...], dtype: torch.dtype) -> None:
+    for answers in ranks.run(reduce_extremes, dtype, [60000.0, LARGEST_FP16, SMALLEST_FP16], nodes=nodes):
+        assert {algorithm for algorithm, _, _ in answers} == {"hierarchical", "torus"}
+        for algorithm, value, found in answers:
+            assert found == value, algorithm
+
+
+def test_large_fp16_survives_unequal_groups(ranks: RankPool) -> None:
+    for answers in ranks.run(reduce_extremes, torch.float32, [60000.0, LARGEST_FP16], nodes=(2, 1)):
+        for algorithm, value, found in answers:
+            assert found == pytest.approx(value, rel=2**-10), algorithm
+
+
+@pytest.mark.parametrize(("world", "power"), [(2, 2), (3, 2), (4, 2), (6, 4)])
+def test_range_of_fp16_in_the_ring(ranks: RankPool, world: int, power: int) -> None:
+    # Divided by a power of two near sqrt(world) first, by the rest after the backend's sum in FP16.
+    limit = torch.tensor(LARGEST_FP16 * power / world - 16).half().item()
+    for value in (limit, power * SMALLEST_FP16):
+        found = ranks.run(reduce_equal, value, torch.float32, "ring", world=world)
+        assert found == pytest.approx([value] * world, rel=2**-10)
+
+
+def test_predivide_moves_the_range_of_the_ring(ranks: RankPool) -> None:
+    found = ranks.run(reduce_equal, LARGEST_FP16, torch.float32, "ring", predivide=4.0, world=4)
+    assert found == pytest.approx([LARGEST_FP16] * 4, rel=2**-10)
+    found = ranks.run(reduce_equal, SMALLEST_FP16, torch.float32, "ring", predivide=1.0, world=4)
+    assert found == [SMALLEST_FP16] * 4
+
+
+def threads_around_close() -> tuple[int, int]:
+    def num_threads() -> int:
+        return sum(thread.name.startswith("fourmin-") for thread in threading.enumerate())
+
+    with engine("hierarchical") as made:
+        made.submit(torch.ones(10), 0)
+        before = num_threads()
+    return before, num_threads()
+
+
+def test_close_ends_the_threads(ranks: RankPool) -> None:
+    # A bucket is still under way when the engine closes.
+    for before, after in ranks.run(threads_around_close, nodes=(2, 2)):
+        assert before > 0
+        assert after == 0
