@@ -136,7 +136,7 @@ def rank_env() -> PoolEnvironment:
     return PoolEnvironment()
 
 
-def _set_warning_filters() -> None:
+def set_warning_filters() -> None:
     warnings.simplefilter("error")
     for message, category in WARNING_EXCEPTIONS:
         warnings.filterwarnings("ignore", message=message, category=category)
@@ -158,7 +158,7 @@ def _run_case(case: Case, call: bytes) -> tuple[bool, bytes]:
     """Whether the case passed, and its pickled result or the text of its traceback."""
     global CASE
     # A case must not feel the one before it.
-    _set_warning_filters()
+    set_warning_filters()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     np.random.seed(0)
