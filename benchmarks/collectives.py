@@ -82,7 +82,7 @@ def main() -> None:
     rows = [[name, *(f"{counts.get(kind, 0):g}" for kind in kinds)] for name, counts in found.items()]
     text = (
         "Collectives a step that the main thread starts. Those of ddp include one all-reduce a bucket; fourmin's\n"
-        "buckets go through its engine's threads. The broadcast that remains is Lightning's own (its SIGTERM check).\n\n"
+        "buckets go through its engine's threads. The broadcast that remains is Lightning's own: its SIGTERM check.\n\n"
     )
     write("collectives", "python benchmarks/collectives.py", found, text + table(["strategy", *kinds], rows))
 

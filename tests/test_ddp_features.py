@@ -153,7 +153,7 @@ def test_same_averages_as_ddp(ranks: RankPool, kind: str) -> None:
 
 def evaluate(strategy: DDPStrategy) -> tuple[dict[str, float], Tensor]:
     net, trainer = train(strategy, Metrics)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics = {f"fit/{name}": float(value) for name, value in trainer.callback_metrics.items()}
     metrics |= trainer.validate(net, images(3), verbose=False)[0]
     metrics |= trainer.test(net, images(3), verbose=False)[0]
     predictions = trainer.predict(net, images(3))
@@ -163,21 +163,10 @@ def evaluate(strategy: DDPStrategy) -> tuple[dict[str, float], Tensor]:
 
 def test_same_metrics_and_predictions_as_ddp(ranks: RankPool) -> None:
     for (expected, expected_predictions), (found, predictions) in ranks.run(compare, evaluate, nodes=NODES):
-        assert {"loss_epoch", "rank_max", "rank_min", "rank_sum", "val_loss", "test_loss"} <= expected.keys()
-        assert (expected["rank_max"], expected["rank_min"], expected["rank_sum"]) == (7.0, 0.0, 63.0)
+        assert {"fit/loss_step", "fit/loss_epoch", "fit/val_loss", "val_loss", "test_loss"} <= expected.keys()
+        assert [expected[f"fit/rank_{how}"] for how in ("max", "min", "sum")] == [7.0, 0.0, 63.0]
         assert found == pytest.approx(expected, rel=1e-5)
         assert relative_error(predictions, expected_predictions) < 1e-5
-
-
-def validate_in_fit_and_after() -> list[float]:
-    net, trainer = train(FourMinStrategy(), Metrics, max_epochs=2)
-    in_fit = float(trainer.callback_metrics["val_loss"])
-    return [in_fit, trainer.validate(net, images(3), verbose=False)[0]["val_loss"]]
-
-
-def test_validation_in_fit_uses_the_statistics_of_rank_0(ranks: RankPool) -> None:
-    for in_fit, after in ranks.run(validate_in_fit_and_after, nodes=NODES):
-        assert in_fit == after
 
 
 def reduce_values(strategy: DDPStrategy) -> list[float]:

@@ -69,21 +69,19 @@ class Scratch:
         self._free.setdefault((tensor.numel(), tensor.dtype), deque()).append(tensor)
 
     def add_up(self, terms: Sequence[Tensor], scale: float, out: Tensor) -> None:
-        """`out` = scale * sum of terms in order, summed in at least FP32; `out` may be the first term."""
-        wide = out.dtype.itemsize >= 4
-        total = out if wide else self.take(out.numel(), torch.float32)
+        """`out` = scale * sum of terms in order, summed in at least FP32; `out` may be one of the terms."""
         first, second, *rest = terms
-        if not wide:
-            total.copy_(first).add_(second)
-        elif first is out:
-            total.add_(second)
-        else:
+        in_place = out.dtype.itemsize >= 4 and not any(term is out for term in rest)
+        total = out if in_place else self.take(out.numel(), max(out.dtype, torch.float32, key=lambda d: d.itemsize))
+        if total.dtype is first.dtype:
             torch.add(first, second, out=total)
+        else:
+            total.copy_(first).add_(second)
         for term in rest:
             total.add_(term)
         if scale != 1.0:
             total.mul_(scale)
-        if not wide:
+        if not in_place:
             out.copy_(total)
             self.give_back(total)
 
@@ -91,8 +89,9 @@ class Scratch:
 class MessageCollectives:
     """Messages from member to member, for CPU tensors on gloo."""
 
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+    def __init__(self, scratch: Scratch, whole_bytes: int = 0) -> None:
+        """Up to `whole_bytes` a reduce-scatter sends the whole to all: more bytes, but no all-gather after it."""
+        self._scratch, self._whole_bytes = scratch, whole_bytes
 
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         if members.index != 0:
@@ -105,6 +104,10 @@ class MessageCollectives:
         return Transfer(_send([(payload.live, other) for other in members.others], members, payload.tag))
 
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if payload.live.nbytes <= self._whole_bytes:
+            payload.splits.append([])
+            whole = payload.live
+            return self._receive_and_add_up(payload, members, scale, [(whole, other) for other in members.others])
         parts = list(payload.live.tensor_split(len(members.ranks)))
         payload.splits.append(parts)
         payload.live = parts[members.index]
@@ -112,6 +115,8 @@ class MessageCollectives:
 
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         parts = payload.splits.pop()
+        if not parts:
+            return Transfer([])
         works = _receive([(parts[other], other) for other in members.others], members, payload.tag)
         works += _send([(payload.live, other) for other in members.others], members, payload.tag)
         payload.live = _joined(parts)
@@ -126,7 +131,9 @@ class MessageCollectives:
         works += _send(sends, members, payload.tag)
 
         def add_up() -> None:
-            self._scratch.add_up([mine, *inbox.values()], scale, out=mine)
+            # In the order of places: where everyone sums the whole, everyone must get the same bits.
+            terms = [inbox.get(place, mine) for place in range(len(members.ranks))]
+            self._scratch.add_up(terms, scale, out=mine)
             for box in inbox.values():
                 self._scratch.give_back(box)
 

@@ -27,7 +27,7 @@ class Links:
 
 # Stated, not measured: shared memory, loopback and 1 Gbit/s Ethernet for gloo, PCIe and 100 Gbit/s RDMA for NCCL.
 DEFAULT_LINKS = {
-    "gloo": Links(Link(50e-6, 1 / 3e9), Link(50e-6, 1 / 1e9), Link(150e-6, 1 / 125e6), 1 / 8e9),
+    "gloo": Links(Link(50e-6, 1 / 8e9), Link(50e-6, 1 / 1e9), Link(150e-6, 1 / 125e6), 1 / 8e9),
     "nccl": Links(Link(5e-6, 1 / 12e9), Link(5e-6, 1 / 12e9), Link(9e-6, 1 / 12.5e9), 1 / 200e9),
 }
 

@@ -35,8 +35,10 @@ from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace
 
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 """A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring)."""
+WHOLE_BYTES = 64 * 1024
+"""A stretch of up to this size crosses between nodes in one exchange instead of two."""
 JOIN_S = 5.0
 
 
@@ -102,8 +104,8 @@ class Engine:
         self._inside: Collectives = BackendCollectives()
         self._between: Collectives = BackendCollectives()
         if device.type == "cpu":
-            self._between = MessageCollectives(self._scratch)
-            self._inside = SharedCollectives(self._scratch) if self._arena else self._between
+            self._between = MessageCollectives(self._scratch, WHOLE_BYTES)
+            self._inside = (SharedCollectives if self._arena else MessageCollectives)(self._scratch)
         self._routes: dict[torch.dtype, Mapping[str, Route]] = {}
         # Makes the groups, in the main thread of every rank; routes for other dtypes find them made.
         routes = self._routes_for(wire_dtype or torch.float32)
@@ -158,8 +160,9 @@ class Engine:
         if self._stall_watch is not None:
             self._stall_watch.close()
         self._queues[0].put(None)
+        deadline = time.monotonic() + (0.0 if self._error is not None else JOIN_S)
         for thread in self._threads:
-            thread.join(0 if self._error is not None else JOIN_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._error is not None or self._under_way or any(thread.is_alive() for thread in self._threads):
             self._groups.clean = False
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_fourmin.comm.members import Members
 
 ALIGNMENT = 64
+TOKEN_BYTES = 16
 T = TypeVar("T")
 
 
@@ -49,12 +50,13 @@ class SharedArena:
         """Maps the areas of all members, or None on all of them if one cannot (no common process namespace, say)."""
         num_bytes = _aligned(num_bytes)
         descriptor = os.memfd_create("fourmin") if hasattr(os, "memfd_create") else None
-        path = "" if descriptor is None else f"/proc/{os.getpid()}/fd/{descriptor}"
+        path, token = "", os.urandom(TOKEN_BYTES)
         try:
             if descriptor is not None:
+                path = f"/proc/{os.getpid()}/fd/{descriptor}"
                 os.ftruncate(descriptor, 2 * num_bytes)  # takes memory only where it is written
-            paths = _gathered(path, members)
-            areas = _mapped(paths, 2 * num_bytes) if all(paths) else []
+                os.pwrite(descriptor, token, 0)
+            areas = _mapped(_gathered((path, token), members), 2 * num_bytes)
             mapped = _gathered(bool(areas), members)
         finally:
             if descriptor is not None:
@@ -81,11 +83,19 @@ class SharedArena:
         return Slot([area[start:stop].view(dtype) for area in self._gradients], self._sums[start:stop].view(dtype))
 
 
-def _mapped(paths: list[str], num_bytes: int) -> list[Tensor]:
-    try:
-        return [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
-    except RuntimeError:
-        return []
+def _mapped(files: list[tuple[str, bytes]], num_bytes: int) -> list[Tensor]:
+    """The files as tensors, or nothing if one is missing or another file than the one that its owner meant."""
+    areas = []
+    for path, token in files:
+        # Ranks in process namespaces of their own may have equal process numbers: the token tells memory apart.
+        try:
+            with open(path, "rb") as file:
+                if file.read(TOKEN_BYTES) != token:
+                    return []
+            areas.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
+        except (OSError, RuntimeError):
+            return []
+    return areas
 
 
 def _gathered(mine: T, members: Members) -> list[T]:

@@ -1,0 +1,53 @@
+"""CUDA and NCCL: the same engine on streams; skipped without two GPUs."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_fourmin.comm.engine import Engine
+from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.topology import Topology
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+)
+
+
+def nccl_rank(rank: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    timeout = timedelta(seconds=60)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=2, timeout=timeout, device_id=device)
+    for nodes, algorithm in [([0, 0], "ring"), ([0, 0], "torus"), ([0, 0], "hierarchical"), ([0, 1], "hierarchical")]:
+        topology = Topology.build(nodes)
+        table = AllReduceTable.from_cost_model(topology, "nccl").only(algorithm)
+        for wire_dtype in (None, torch.float16):
+            engine = Engine(topology, table, ProcessGroups.shared(timeout), device, wire_dtype)
+            slow = torch.ones(4096, 4096, device=device)
+            for _ in range(20):
+                slow = slow @ slow.clamp(max=1e-3)
+            done = torch.cuda.Event()
+            futures = [
+                engine.submit(torch.full((n,), rank + 1.0, device=device), i) for i, n in enumerate([1, 7, 1001])
+            ]
+            done.record()
+            host_went_ahead = not done.query()
+            means = [future.wait() for future in futures]
+            torch.cuda.synchronize()
+            assert all(bool((mean == 1.5).all()) for mean in means), (nodes, algorithm, wire_dtype)
+            assert host_went_ahead, "submit waited for the device"
+            engine.raise_error()
+            engine.close()
+    dist.destroy_process_group()
+
+
+def test_means_on_nccl_without_blocking_the_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    mp.spawn(nccl_rank, args=(port,), nprocs=2)
