@@ -113,7 +113,7 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of settings", choices=[s.name for s in SETTINGS])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
     chosen = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
     data, rows = {}, []

@@ -37,7 +37,7 @@ from lightning_fourmin.comm.trace import Trace
 
 CHUNK_BYTES = 1024 * 1024
 """A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring)."""
-WHOLE_BYTES = 64 * 1024
+WHOLE_BYTES = 32 * 1024
 """A stretch of up to this size crosses between nodes in one exchange instead of two."""
 JOIN_S = 5.0
 
