@@ -52,6 +52,7 @@ class EmulatedCluster:
             raise ClusterUnavailable(f"needs {' and '.join(missing)}: install iproute2")
         if os.geteuid() != 0:
             raise ClusterUnavailable("needs root to make network namespaces: run it with sudo")
+        self._previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
         try:
             self._build()
         except BaseException:
@@ -86,6 +87,7 @@ class EmulatedCluster:
             _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape)
 
     def _remove(self) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
         for rank in self._ranks:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)

@@ -29,6 +29,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def read(name: str) -> Any:
+    """The data of an earlier run, None if there is none."""
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text())["data"] if path.exists() else None
+
+
 def write(name: str, command: str, data: Any, text: str) -> None:
     """Writes results/<name>.json and .md and prints the text."""
     FOLDER.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """One training step through the Trainer on emulated clusters: fourmin against ddp, ddp with the FP16 hook, and no wire.
 
-Example: sudo .venv/bin/python benchmarks/step.py            # all settings, about half an hour
-         sudo .venv/bin/python benchmarks/step.py --only 2x2_200mbit_fc_heavy
+Example: sudo .venv/bin/python benchmarks/step.py            # what is not in the results yet; all: half an hour
+         sudo .venv/bin/python benchmarks/step.py --again --only 2x2_200mbit_fc_heavy
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster import ClusterUnavailable, EmulatedCluster
 from models import NETS
-from results import table, write
+from results import read, table, write
 from stats import Estimate, estimate, paired_ratio
 
 LOOPBACK = "100gbit"
@@ -114,19 +114,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of settings", choices=[s.name for s in SETTINGS])
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--again", action="store_true", help="measure settings that are already in the results again")
     arguments = parser.parse_args()
+    data: dict[str, dict[str, list[float]]] = read("step") or {}
     chosen = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
-    data, rows = {}, []
-    for i, setting in enumerate(chosen):
-        print(f"[{i + 1}/{len(chosen)}] {setting.name}", file=sys.stderr, flush=True)
+    todo = [s for s in chosen if arguments.again or s.name not in data]
+    command = f"python benchmarks/step.py --rounds {arguments.rounds}"
+    for i, setting in enumerate(todo):
+        print(f"[{i + 1}/{len(todo)}] {setting.name}", file=sys.stderr, flush=True)
         try:
             data[setting.name] = measure(setting, arguments.rounds)
         except ClusterUnavailable as error:
             sys.exit(f"no emulated cluster here: {error}")
-        rows.append(row(setting, data[setting.name]))
-        print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-    name = "step" if not arguments.only else "step_" + "_".join(arguments.only)
-    write(name, f"python benchmarks/step.py --rounds {arguments.rounds}", data, table(HEADER, rows))
+        rows = [row(s, data[s.name]) for s in SETTINGS if s.name in data]
+        write("step", command, data, table(HEADER, rows))
 
 
 if __name__ == "__main__":
