@@ -1,11 +1,12 @@
 """The engine behind the DDP hook: moves buckets through the stages of their algorithms, one thread a stage.
 
-    hook -> |reduce| -> |scatter| -> |gather| -> |broadcast| -> |finish| -> future
-             b3          b2           b1          b0
+    hook: |reduce| -> |scatter| -> |gather| -> |broadcast| -> |finish| -> future
+           b3          b2           b1          b0
 
 A stage waits for what the stage before it started, does the local sums, starts its own collective and hands the piece
-on without waiting. Every rank passes every piece through every stage in the same order, so each process group sees
-one order, driven by one thread; the phases of different buckets, and of the pieces of a large one, overlap.
+on without waiting. The first stage has nothing to wait for and runs in the thread that calls the hook. Every rank
+passes every piece through every stage in the same order, so each process group sees one order, driven by one thread;
+the phases of different buckets, and of the pieces of a large one, overlap.
 """
 
 import threading
@@ -110,17 +111,19 @@ class Engine:
         # Makes the groups, in the main thread of every rank; routes for other dtypes find them made.
         routes = self._routes_for(wire_dtype or torch.float32)
         self._stages = [s for s in STAGES if any(s in route.phases for route in routes.values())]
-        self._queues: list[SimpleQueue[_Piece | None]] = [SimpleQueue() for _ in range(len(self._stages) + 1)]
+        later = [*self._stages[1:], "finish"]
+        self._queues: list[SimpleQueue[_Piece | None]] = [SimpleQueue() for _ in later]
+        self._first_stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         self._lock = threading.Lock()
         self._under_way: set[_Bucket] = set()
         self._error: BaseException | None = None
         self._num_pieces = 0
         self._trace = trace
-        self._busy: list[tuple[float, str] | None] = [None] * len(self._queues)
+        self._busy: dict[str, tuple[float, str]] = {}
         self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits)
         self._threads = [
-            threading.Thread(target=self._run_stage, args=(i,), name=f"fourmin-{name}", daemon=True)
-            for i, name in enumerate([*self._stages, "finish"])
+            threading.Thread(target=self._run_stage, args=(stage, i), name=f"fourmin-{stage}", daemon=True)
+            for i, stage in enumerate(later)
         ]
         for thread in self._threads:
             thread.start()
@@ -145,7 +148,10 @@ class Engine:
         start = 0
         for stretch in gradients.tensor_split(num_pieces):
             slot = None if bucket.slot is None else bucket.slot.narrow(start, stretch.numel())
-            self._queues[0].put(_Piece(bucket, stretch, slot, tag=self._num_pieces))
+            piece = _Piece(bucket, stretch, slot, tag=self._num_pieces)
+            with self._on(self._first_stream), torch.no_grad():
+                self._pass(piece, self._stages[0])
+            self._queues[0].put(piece)
             start += stretch.numel()
             self._num_pieces += 1
         return bucket.future
@@ -187,28 +193,34 @@ class Engine:
             self._routes[wire_dtype] = routes
         return self._routes[wire_dtype]
 
-    def _run_stage(self, position: int) -> None:
-        stage = self._stages[position] if position < len(self._stages) else "finish"
-        stream: AbstractContextManager[object] = nullcontext()
+    def _run_stage(self, stage: str, position: int) -> None:
+        stream = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            stream = torch.cuda.stream(torch.cuda.Stream(self._device))
-        with stream, torch.no_grad():
+            stream = torch.cuda.Stream(self._device)
+        with self._on(stream), torch.no_grad():
             while (piece := self._queues[position].get()) is not None:
-                what = f"bucket {piece.bucket.index}, phase {stage} of the {piece.bucket.route.algorithm} all-reduce"
-                self._busy[position] = (time.monotonic(), what)
-                try:
-                    if self._error is None:
-                        with self._span(stage, piece):
-                            self._advance(piece, stage, first=position == 0)
-                except BaseException as error:
-                    error.add_note(f"in {what}")
-                    self._fail(error)
-                self._busy[position] = None
+                self._pass(piece, stage)
                 if stage != "finish":
                     self._queues[position + 1].put(piece)
             if stage != "finish":
                 self._queues[position + 1].put(None)
+
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _pass(self, piece: _Piece, stage: str) -> None:
+        """Takes a piece through one stage; an error ends the engine's work."""
+        what = f"bucket {piece.bucket.index}, phase {stage} of the {piece.bucket.route.algorithm} all-reduce"
+        self._busy[stage] = (time.monotonic(), what)
+        try:
+            if self._error is None:
+                with self._span(stage, piece):
+                    self._advance(piece, stage, first=stage == self._stages[0])
+        except BaseException as error:
+            error.add_note(f"in {what}")
+            self._fail(error)
+        self._busy.pop(stage)
 
     def _span(self, stage: str, piece: _Piece) -> AbstractContextManager[object]:
         if self._trace is None:
@@ -217,7 +229,7 @@ class Engine:
         return self._trace.span(stage, f"bucket {piece.bucket.index}", **details)
 
     def _waits(self) -> list[tuple[float, str]]:
-        return [busy for busy in self._busy if busy is not None]
+        return list(self._busy.values())
 
     def _advance(self, piece: _Piece, stage: str, first: bool) -> None:
         if first:
