@@ -87,6 +87,7 @@ def row(setting: Setting, times: dict[str, list[float]]) -> list[str]:
     ]
     return [
         setting.name.replace(f"_{LOOPBACK}", ""),
+        str(len(times["ddp"])),
         *(f"{medians[name]:.0f}" for name in ("no_comm", "ddp", "ddp_fp16", "fourmin", "fourmin_fp16")),
         judged(fp32_over_ddp, setting.fp32_over_ddp),
         judged(fp16_over_ddp, setting.fp16_over_ddp),
@@ -97,6 +98,7 @@ def row(setting: Setting, times: dict[str, list[float]]) -> list[str]:
 
 HEADER = (
     "setting",
+    "rounds",
     "no comm. ms",
     "ddp ms",
     "ddp + fp16_compress ms",
