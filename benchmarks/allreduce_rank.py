@@ -10,11 +10,11 @@ import torch.distributed as dist
 from lightning_fourmin.comm.algorithms import ALGORITHMS
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table import AllReduceTable, sizes_up_to
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import Way, measure_table, through, timed_ms
 
-SIZES = tuple(4**i * 256 for i in range(9))
+SIZES = sizes_up_to(16 * 1024 * 1024)
 TIMEOUT = timedelta(minutes=5)
 
 

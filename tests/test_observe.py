@@ -14,9 +14,9 @@ from torch import nn
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
+from lightning_fourmin.comm.table import AllReduceTable, cached_table_path, sizes_up_to
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.tuner import measure_table, sizes_up_to
+from lightning_fourmin.comm.tuner import measure_table
 from pool import RankPool
 from ranks import current_case
 from training import Regression, data, rank_trainer

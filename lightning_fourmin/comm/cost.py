@@ -40,9 +40,9 @@ def all_reduce_s(algorithm: str, num_bytes: int, topology: Topology, links: Link
         link = between if topology.num_nodes > 1 else links.inside_backend
         return 2 * (p - 1) * link.latency_s + 2 * (p - 1) / p * n * link.s_per_byte + (p - 1) / p * n * g
     across_bytes_s = 2 * (q - 1) / q * n * between.s_per_byte
-    sums_s = ((k - 1) / k + (q - 1) / q) * n * g
     if algorithm == "hierarchical":
         inside_s = 4 * (k - 1) * inside.latency_s + 4 * (k - 1) / k * n * inside.s_per_byte
+        sums_s = ((k - 1) / k + (q - 1) / q) * n * g
         return inside_s + 2 * (q - 1) * between.latency_s + across_bytes_s + sums_s
     if algorithm == "torus":
         inside_s = 2 * (k - 1) * inside.latency_s + 2 * (k - 1) / k * n * inside.s_per_byte

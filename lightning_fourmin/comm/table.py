@@ -7,14 +7,25 @@ import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s
+from lightning_fourmin.comm.files import write_whole
 from lightning_fourmin.comm.topology import Topology
 
-SIZES = tuple(4**i * 256 for i in range(10))
+
+def sizes_up_to(largest_bytes: int) -> list[int]:
+    """256 B, 1 KB, 4 KB ... and `largest_bytes` itself (rounded up to whole FP32 numbers)."""
+    sizes = [256]
+    while sizes[-1] * 4 < largest_bytes:
+        sizes.append(sizes[-1] * 4)
+    return sizes if largest_bytes <= 256 else [*sizes, -(-largest_bytes // 4) * 4]
+
+
+SIZES = tuple(sizes_up_to(64 * 1024 * 1024))
 """256 B to 64 MiB, the sizes that the cost model fills in."""
 
 
@@ -61,7 +72,7 @@ class AllReduceTable:
         share = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
         return {name: ms + share * (high.milliseconds[name] - ms) for name, ms in low.milliseconds.items()}
 
-    @property
+    @cached_property
     def algorithms(self) -> tuple[str, ...]:
         """Algorithms that this table can choose: those that are best at some row."""
         if self.switch_bytes is not None:
@@ -111,10 +122,7 @@ class AllReduceTable:
         writer.writerow(["bytes", *(f"{name}_ms" for name in names), "best"])
         for row in self.rows:
             writer.writerow([row.num_bytes, *(f"{row.milliseconds[name]:.6g}" for name in names), row.best])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(text.getvalue())
-        partial.replace(path)
+        write_whole(path, text.getvalue())
 
     @classmethod
     def from_csv(cls, path: Path, topology: Topology, backend: str) -> "AllReduceTable":

@@ -1,11 +1,12 @@
 """Spans of time on one rank, written as a Chrome trace (opens in Perfetto or chrome://tracing)."""
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from lightning_fourmin.comm.files import write_whole
 
 
 class Trace:
@@ -34,9 +35,6 @@ class Trace:
         for lane, name, start, stop, details in self._spans:
             event = {"ph": "X", "name": name, "pid": self._rank, "tid": lanes[lane], "args": details}
             events.append({**event, "ts": start / 1e3, "dur": (stop - start) / 1e3})
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{self._rank}.json"
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps({"traceEvents": events}))
-        partial.replace(path)
+        write_whole(path, json.dumps({"traceEvents": events}))
         return path

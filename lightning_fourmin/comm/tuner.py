@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, Row
+from lightning_fourmin.comm.table import AllReduceTable, Row, sizes_up_to
 from lightning_fourmin.comm.topology import Topology
 
 Way = Callable[[torch.Tensor], object]
@@ -31,14 +31,6 @@ def timed_ms(way: Way, data: torch.Tensor) -> float:
 def through(engine: Engine) -> Way:
     """An all-reduce through an engine, as `timed_ms` wants it."""
     return lambda data: engine.submit(data, 0).wait()
-
-
-def sizes_up_to(largest_bytes: int) -> list[int]:
-    """256 B, 1 KB, 4 KB ... and `largest_bytes` itself (rounded up to whole FP32 numbers)."""
-    sizes = [256]
-    while sizes[-1] * 4 < largest_bytes:
-        sizes.append(sizes[-1] * 4)
-    return sizes if largest_bytes <= 256 else [*sizes, -(-largest_bytes // 4) * 4]
 
 
 def measure_table(
