@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fourmin.comm.bells import Bells
 from lightning_fourmin.comm.members import Members
-from lightning_fourmin.comm.shared import Slot
+from lightning_fourmin.comm.shared import SharedArena, Slot
 
 
 class Transfer:
@@ -141,7 +142,11 @@ class MessageCollectives:
 
 
 class SharedCollectives(MessageCollectives):
-    """Through the shared memory of a node: messages only say that an area is ready."""
+    """Through the shared memory of a node: bells say that an area is ready."""
+
+    def __init__(self, scratch: Scratch, arena: SharedArena) -> None:
+        super().__init__(scratch)
+        self._inward, self._outward = arena.inward, arena.outward
 
     @override
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
@@ -149,34 +154,52 @@ class SharedCollectives(MessageCollectives):
             return super().reduce(payload, members, scale)
         payload.live = slot.sums
         if members.index != 0:
-            return Transfer(_send([(_BELL, 0)], members, payload.tag))
-        return Transfer(
-            _receive([(torch.empty_like(_BELL), other) for other in members.others], members, payload.tag),
-            lambda: self._scratch.add_up(slot.gradients, scale, out=slot.sums),
-        )
+            self._inward.ring(0, payload.tag)
+            return Transfer([])
+        return self._hear_and_add_up(payload, members, slot.gradients, scale)
 
     @override
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
         if payload.slot is None:
             return super().broadcast(payload, members)
         if members.index != 0:
-            return Transfer(_receive([(torch.empty_like(_BELL), 0)], members, payload.tag))
-        return Transfer(_send([(_BELL, other) for other in members.others], members, payload.tag))
+            return Transfer([], lambda: self._outward.hear(0, payload.tag))
+        for other in members.others:
+            self._outward.ring(other, payload.tag)
+        return Transfer([])
 
     @override
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
         if (slot := payload.slot) is None:
             return super().reduce_scatter(payload, members, scale)
         size, me = len(members.ranks), members.index
-        mine = payload.live = slot.sums.tensor_split(size)[me]
+        payload.live = slot.sums.tensor_split(size)[me]
+        for other in members.others:
+            self._inward.ring(other, payload.tag)
         terms = [gradients.tensor_split(size)[me] for gradients in slot.gradients]
-        return Transfer(_ring_bells(payload, members), lambda: self._scratch.add_up(terms, scale, out=mine))
+        return self._hear_and_add_up(payload, members, terms, scale)
 
     @override
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         if payload.slot is None:
             return super().all_gather(payload, members)
-        return Transfer(_ring_bells(payload, members))
+        for other in members.others:
+            self._outward.ring(other, payload.tag)
+        return Transfer([], lambda: self._hear_all(self._outward, payload, members))
+
+    def _hear_and_add_up(self, payload: Payload, members: Members, terms: list[Tensor], scale: float) -> Transfer:
+        total = payload.live
+
+        def add_up() -> None:
+            self._hear_all(self._inward, payload, members)
+            self._scratch.add_up(terms, scale, out=total)
+
+        return Transfer([], add_up)
+
+    @staticmethod
+    def _hear_all(bells: Bells, payload: Payload, members: Members) -> None:
+        for other in members.others:
+            bells.hear(other, payload.tag)
 
 
 class BackendCollectives:
@@ -206,15 +229,6 @@ class BackendCollectives:
 def all_reduce(payload: Payload, members: Members) -> Transfer:
     """The backend's own all-reduce, a ring."""
     return Transfer([dist.all_reduce(payload.live, group=members.group, async_op=True)])
-
-
-_BELL = torch.zeros(1, dtype=torch.uint8)
-
-
-def _ring_bells(payload: Payload, members: Members) -> list[dist.Work]:
-    """Tells every other member that this rank's area is ready, and hears the same from each."""
-    works = _receive([(torch.empty_like(_BELL), other) for other in members.others], members, payload.tag)
-    return works + _send([(_BELL, other) for other in members.others], members, payload.tag)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

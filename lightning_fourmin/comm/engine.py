@@ -106,7 +106,9 @@ class Engine:
         self._between: Collectives = BackendCollectives()
         if device.type == "cpu":
             self._between = MessageCollectives(self._scratch, WHOLE_BYTES)
-            self._inside = (SharedCollectives if self._arena else MessageCollectives)(self._scratch)
+            self._inside = MessageCollectives(self._scratch)
+            if self._arena is not None:
+                self._inside = SharedCollectives(self._scratch, self._arena)
         self._routes: dict[torch.dtype, Mapping[str, Route]] = {}
         # Makes the groups, in the main thread of every rank; routes for other dtypes find them made.
         routes = self._routes_for(wire_dtype or torch.float32)
@@ -169,8 +171,11 @@ class Engine:
         deadline = time.monotonic() + (0.0 if self._error is not None else JOIN_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._error is not None or self._under_way or any(thread.is_alive() for thread in self._threads):
+        still_running = any(thread.is_alive() for thread in self._threads)
+        if self._error is not None or self._under_way or still_running:
             self._groups.clean = False
+        if self._arena is not None and not still_running:
+            self._arena.close()
 
     def _open_arena(self, shared_bytes: int) -> SharedArena | None:
         """Shared memory for the ranks of this rank's group, if they are on one node and the table uses groups."""
@@ -181,7 +186,7 @@ class Engine:
             return None
         # Twice what a step needs: a bucket that does not fit at the end starts at the front, and DDP still copies
         # results of a step out of its stretches while the next one begins.
-        return SharedArena.open(members, 2 * shared_bytes + CHUNK_BYTES)
+        return SharedArena.open(members, 2 * shared_bytes + CHUNK_BYTES, self._groups.timeout.total_seconds())
 
     def _routes_for(self, wire_dtype: torch.dtype) -> Mapping[str, Route]:
         if wire_dtype not in self._routes:

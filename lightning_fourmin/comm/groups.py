@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from lightning_fourmin.comm.members import Members
 
@@ -18,9 +19,9 @@ class ProcessGroups:
 
     _cached: "ProcessGroups | None" = None
 
-    def __init__(self, timeout: timedelta | None) -> None:
+    def __init__(self, timeout: timedelta) -> None:
         self._world = dist.group.WORLD
-        self._timeout = timeout
+        self.timeout = timeout
         self._groups: dict[Key, dist.ProcessGroup] = {}
         self.clean = True
         """False once an engine stopped with messages under way: they could reach the next user of the groups."""
@@ -28,9 +29,9 @@ class ProcessGroups:
     @classmethod
     def shared(cls, timeout: timedelta | None) -> "ProcessGroups":
         """The groups of this process; all ranks start afresh together if any of them must."""
-        cached = cls._cached
+        cached, timeout = cls._cached, timeout or default_pg_timeout
         reusable = (
-            cached is not None and cached._world is dist.group.WORLD and cached._timeout == timeout and cached.clean
+            cached is not None and cached._world is dist.group.WORLD and cached.timeout == timeout and cached.clean
         )
         states: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(states, reusable)
@@ -46,7 +47,7 @@ class ProcessGroups:
                 continue
             key = (purpose, ranks)
             if key not in self._groups:
-                self._groups[key] = dist.new_group(list(ranks), timeout=self._timeout, group_desc=f"fourmin_{purpose}")
+                self._groups[key] = dist.new_group(list(ranks), timeout=self.timeout, group_desc=f"fourmin_{purpose}")
             if dist.get_rank() in ranks:
                 mine = Members(self._groups[key], ranks, ranks.index(dist.get_rank()))
         return mine

@@ -1,7 +1,7 @@
 """Memory that the ranks of a group on one node share: gradients cross a node without passing through sockets.
 
     leader     [ gradients | sums ]      each member writes gradients into its own area and sums into the leader's,
-    member 1   [ gradients ]             and reads those of all; a message of one byte says that something is ready
+    member 1   [ gradients ]             and reads those of all; bells say that something is ready
 
 The memory is anonymous: it has no name that could be left behind, and goes with the last process that maps it.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fourmin.comm.bells import Bells
 from lightning_fourmin.comm.members import Members
 
 ALIGNMENT = 64
@@ -37,8 +38,8 @@ class Slot:
 class SharedArena:
     """The areas of a group, handed out in one order on every member, round and round."""
 
-    def __init__(self, areas: list[Tensor], members: Members) -> None:
-        self.members = members
+    def __init__(self, areas: list[Tensor], members: Members, inward: Bells, outward: Bells) -> None:
+        self.members, self.inward, self.outward = members, inward, outward
         self._num_bytes = areas[0].numel() // 2
         self._gradients = [area[: self._num_bytes] for area in areas]
         self._sums = areas[0][self._num_bytes :]
@@ -46,22 +47,41 @@ class SharedArena:
         self._placed: deque[tuple[int, int, Callable[[], object]]] = deque()
 
     @classmethod
-    def open(cls, members: Members, num_bytes: int) -> "SharedArena | None":
+    def open(cls, members: Members, num_bytes: int, timeout_s: float) -> "SharedArena | None":
         """Maps the areas of all members, or None on all of them if one cannot (no common process namespace, say)."""
         num_bytes = _aligned(num_bytes)
+        inward, outward = Bells(members, timeout_s), Bells(members, timeout_s)
         descriptor = os.memfd_create("fourmin") if hasattr(os, "memfd_create") else None
         path, token = "", os.urandom(TOKEN_BYTES)
+        areas: list[Tensor] = []
         try:
             if descriptor is not None:
                 path = f"/proc/{os.getpid()}/fd/{descriptor}"
                 os.ftruncate(descriptor, 2 * num_bytes)  # takes memory only where it is written
                 os.pwrite(descriptor, token, 0)
-            areas = _mapped(_gathered((path, token), members), 2 * num_bytes)
+            offers = _gathered((path, token, inward.paths, outward.paths), members)
+            try:
+                areas = _mapped([offer[:2] for offer in offers], 2 * num_bytes)
+                inward.open([offer[2] for offer in offers])
+                outward.open([offer[3] for offer in offers])
+            except (OSError, RuntimeError):
+                areas = []
             mapped = _gathered(bool(areas), members)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        return cls(areas, members) if all(mapped) else None
+        arena = cls(areas, members, inward, outward) if all(mapped) else None
+        for bells in (inward, outward):
+            if arena is None:
+                bells.close()
+            else:
+                bells.keep_own_ends()
+        return arena
+
+    def close(self) -> None:
+        """Closes the bells; the memory goes with the last tensor that lies in it."""
+        self.inward.close()
+        self.outward.close()
 
     def place(self, numel: int, dtype: torch.dtype, wait_until_done: Callable[[], object]) -> Slot | None:
         """The next stretch, once the buckets that used it are done; None if this one is larger than the area.
@@ -84,17 +104,14 @@ class SharedArena:
 
 
 def _mapped(files: list[tuple[str, bytes]], num_bytes: int) -> list[Tensor]:
-    """The files as tensors, or nothing if one is missing or another file than the one that its owner meant."""
+    """The files as tensors; OSError if one is missing or another file than the one that its owner meant."""
     areas = []
     for path, token in files:
         # Ranks in process namespaces of their own may have equal process numbers: the token tells memory apart.
-        try:
-            with open(path, "rb") as file:
-                if file.read(TOKEN_BYTES) != token:
-                    return []
-            areas.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
-        except (OSError, RuntimeError):
-            return []
+        with open(path, "rb") as file:
+            if file.read(TOKEN_BYTES) != token:
+                raise FileNotFoundError(path)
+        areas.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
     return areas
 
 
