@@ -16,16 +16,17 @@ from lightning_fourmin.comm.tuner import Way, measure_table, through, timed_ms
 
 SIZES = sizes_up_to(16 * 1024 * 1024)
 TIMEOUT = timedelta(minutes=5)
+WARMUP_ROUNDS = 3
 
 
 def measure(ways: dict[str, Way], num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Times of each way, alternated, after one round that does not count."""
+    """Times of each way, alternated, after rounds that do not count: TCP needs three to open its window."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     data = torch.ones(num_bytes // 4)
-    for turn in range(rounds + 1):
+    for turn in range(-WARMUP_ROUNDS, rounds):
         for name in list(ways) if turn % 2 else reversed(ways):
             took = timed_ms(ways[name], data.fill_(1.0))
-            if turn:
+            if turn >= 0:
                 times[name].append(took)
     return times
 

@@ -115,7 +115,7 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of settings", choices=[s.name for s in SETTINGS])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--again", action="store_true", help="measure settings that are already in the results again")
     arguments = parser.parse_args()
     data: dict[str, dict[str, list[float]]] = read("step") or {}
