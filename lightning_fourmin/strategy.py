@@ -22,18 +22,17 @@ from typing_extensions import override
 
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
 from lightning_fourmin.comm.algorithms import ALGORITHMS
+from lightning_fourmin.comm.choice import choose_table
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
+from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace
-from lightning_fourmin.comm.tuner import measure_table
 
 log = logging.getLogger(__name__)
 
 DEFAULT_FUSION_MB = 2.0
-AUTO_BUDGET_S = 5.0
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TESTED = {"lightning": ("2.6", "2.7", lightning.__version__), "torch": ("2.13", "2.14", torch.__version__)}
 
@@ -186,16 +185,16 @@ class FourMinStrategy(DDPStrategy):
             rank_zero_info("fourmin: your ddp_comm_hook is used; fusion and hybrid all-reduce stay out of its way")
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
             return
-        groups = ProcessGroups.shared(self._timeout)
+        groups, bytes_a_step = ProcessGroups.shared(self._timeout), self._wire_bytes_a_step(self.model)
         self._trace = Trace(self.global_rank) if self._keep_trace else None
         self._engine = Engine(
             self.topology,
-            self._choose_table(groups),
+            self._choose_table(groups, bytes_a_step),
             groups,
             self.root_device,
             self._wire_dtype,
             self._predivide,
-            shared_bytes=self._wire_bytes_a_step(self.model),
+            shared_bytes=bytes_a_step,
             stall_warning_s=self._stall_warning_s,
             trace=self._trace,
         )
@@ -206,44 +205,11 @@ class FourMinStrategy(DDPStrategy):
         gradients = [p for p in model.parameters() if p.requires_grad]
         return sum(p.numel() * (self._wire_dtype or p.dtype).itemsize for p in gradients)
 
-    def _choose_table(self, groups: ProcessGroups) -> AllReduceTable:
-        """Rank 0 reads or computes the table; all ranks get that one, or its error."""
-        found: list[AllReduceTable | ValueError | None] = [None]
-        if self.is_global_zero:
-            try:
-                found = [self._find_table()]
-            except ValueError as error:
-                found = [error]
-        dist.broadcast_object_list(found, src=0)
-        table = found[0]
-        if isinstance(table, ValueError):
-            raise table
-        if table is None:
-            table = self._measure_table(groups)
+    def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
+        table = choose_table(self._table, self.topology, groups, self.root_device, largest_bytes)
         if self._algorithm != "hybrid":
             return table.only(self._algorithm)
-        if self._switch_mb is not None:
-            return table.with_switch(int(self._switch_mb * MIB))
-        return table
-
-    def _find_table(self) -> AllReduceTable | None:
-        """The table that the user asked for; None if it has to be measured."""
-        backend = dist.get_backend()
-        cached = cached_table_path(self.topology, backend)
-        if self._table not in (None, "auto"):
-            return AllReduceTable.from_csv(Path(self._table), self.topology, backend)
-        if cached.exists():
-            return AllReduceTable.from_csv(cached, self.topology, backend)
-        return None if self._table == "auto" else AllReduceTable.from_cost_model(self.topology, backend)
-
-    def _measure_table(self, groups: ProcessGroups) -> AllReduceTable:
-        assert self.model is not None
-        rank_zero_info(f"fourmin: measuring the all-reduce for {AUTO_BUDGET_S:g} s (table='auto', kept for later runs)")
-        largest = self._wire_bytes_a_step(self.model)
-        table = measure_table(self.topology, groups, self.root_device, largest, AUTO_BUDGET_S)
-        if self.is_global_zero:
-            table.to_csv(cached_table_path(self.topology, table.backend))
-        return table
+        return table if self._switch_mb is None else table.with_switch(int(self._switch_mb * MIB))
 
     def _announce(self, engine: Engine) -> None:
         wire = str(engine.wire_dtype or "gradients' dtype").removeprefix("torch.")

@@ -4,10 +4,23 @@ import os
 import select
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_fourmin.comm.members import Members
 
 _NUMBER = struct.Struct("=q")
+
+
+@dataclass(frozen=True)
+class Bell:
+    """What a member rings when it is ready with a piece."""
+
+    bells: "Bells"
+    place: int
+    number: int
+
+    def wait(self) -> None:
+        self.bells.hear(self.place, self.number)
 
 
 class Bells:
@@ -42,6 +55,10 @@ class Bells:
             os.write(self._ring[place], _NUMBER.pack(number))
         except BrokenPipeError:
             raise self._gone(place) from None
+
+    def from_each(self, places: Sequence[int], number: int) -> list[tuple[int, Bell]]:
+        """The bells to wait for, each with its rank."""
+        return [(self._members.ranks[place], Bell(self, place, number)) for place in places]
 
     def hear(self, place: int, number: int) -> None:
         """Waits until the member at `place` has rung for this piece."""

@@ -14,20 +14,32 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fourmin.comm.bells import Bells
 from lightning_fourmin.comm.members import Members
 from lightning_fourmin.comm.shared import SharedArena, Slot
+
+
+class Waitable(Protocol):
+    """What can be waited for: a message of the backend, or a bell."""
+
+    def wait(self) -> object: ...
 
 
 class Transfer:
     """A started collective: `wait` blocks until it is done (on CUDA: makes the stream wait) and does the local sums."""
 
-    def __init__(self, works: Sequence[dist.Work], then: Callable[[], object] | None = None) -> None:
-        self._works, self._then = works, then
+    def __init__(
+        self, awaited: Sequence[tuple[int | None, Waitable]], then: Callable[[], object] | None = None
+    ) -> None:
+        """`awaited`: each with the rank at its other end, None where that is everyone."""
+        self._awaited, self._then = awaited, then
+        self.missing_rank: int | None = None
+        """The rank that `wait` is waiting for."""
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        for rank, waitable in self._awaited:
+            self.missing_rank = rank
+            waitable.wait()
+        self.missing_rank = None
         if self._then is not None:
             self._then()
 
@@ -118,18 +130,18 @@ class MessageCollectives:
         parts = payload.splits.pop()
         if not parts:
             return Transfer([])
-        works = _receive([(parts[other], other) for other in members.others], members, payload.tag)
-        works += _send([(payload.live, other) for other in members.others], members, payload.tag)
+        awaited = _receive([(parts[other], other) for other in members.others], members, payload.tag)
+        awaited += _send([(payload.live, other) for other in members.others], members, payload.tag)
         payload.live = _joined(parts)
-        return Transfer(works)
+        return Transfer(awaited)
 
     def _receive_and_add_up(
         self, payload: Payload, members: Members, scale: float, sends: list[tuple[Tensor, int]]
     ) -> Transfer:
         mine = payload.live
         inbox = {other: self._scratch.take(mine.numel(), mine.dtype) for other in members.others}
-        works = _receive([(box, other) for other, box in inbox.items()], members, payload.tag)
-        works += _send(sends, members, payload.tag)
+        awaited = _receive([(box, other) for other, box in inbox.items()], members, payload.tag)
+        awaited += _send(sends, members, payload.tag)
 
         def add_up() -> None:
             # In the order of places: where everyone sums the whole, everyone must get the same bits.
@@ -138,7 +150,7 @@ class MessageCollectives:
             for box in inbox.values():
                 self._scratch.give_back(box)
 
-        return Transfer(works, add_up)
+        return Transfer(awaited, add_up)
 
 
 class SharedCollectives(MessageCollectives):
@@ -156,14 +168,15 @@ class SharedCollectives(MessageCollectives):
         if members.index != 0:
             self._inward.ring(0, payload.tag)
             return Transfer([])
-        return self._hear_and_add_up(payload, members, slot.gradients, scale)
+        awaited = self._inward.from_each(members.others, payload.tag)
+        return Transfer(awaited, lambda: self._scratch.add_up(slot.gradients, scale, out=slot.sums))
 
     @override
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
         if payload.slot is None:
             return super().broadcast(payload, members)
         if members.index != 0:
-            return Transfer([], lambda: self._outward.hear(0, payload.tag))
+            return Transfer(self._outward.from_each([0], payload.tag))
         for other in members.others:
             self._outward.ring(other, payload.tag)
         return Transfer([])
@@ -173,11 +186,12 @@ class SharedCollectives(MessageCollectives):
         if (slot := payload.slot) is None:
             return super().reduce_scatter(payload, members, scale)
         size, me = len(members.ranks), members.index
-        payload.live = slot.sums.tensor_split(size)[me]
+        mine = payload.live = slot.sums.tensor_split(size)[me]
+        terms = [gradients.tensor_split(size)[me] for gradients in slot.gradients]
         for other in members.others:
             self._inward.ring(other, payload.tag)
-        terms = [gradients.tensor_split(size)[me] for gradients in slot.gradients]
-        return self._hear_and_add_up(payload, members, terms, scale)
+        awaited = self._inward.from_each(members.others, payload.tag)
+        return Transfer(awaited, lambda: self._scratch.add_up(terms, scale, out=mine))
 
     @override
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
@@ -185,21 +199,7 @@ class SharedCollectives(MessageCollectives):
             return super().all_gather(payload, members)
         for other in members.others:
             self._outward.ring(other, payload.tag)
-        return Transfer([], lambda: self._hear_all(self._outward, payload, members))
-
-    def _hear_and_add_up(self, payload: Payload, members: Members, terms: list[Tensor], scale: float) -> Transfer:
-        total = payload.live
-
-        def add_up() -> None:
-            self._hear_all(self._inward, payload, members)
-            self._scratch.add_up(terms, scale, out=total)
-
-        return Transfer([], add_up)
-
-    @staticmethod
-    def _hear_all(bells: Bells, payload: Payload, members: Members) -> None:
-        for other in members.others:
-            bells.hear(other, payload.tag)
+        return Transfer(self._outward.from_each(members.others, payload.tag))
 
 
 class BackendCollectives:
@@ -208,10 +208,11 @@ class BackendCollectives:
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         live = payload.live
         work = dist.reduce(live, members.ranks[0], group=members.group, async_op=True)
-        return Transfer([work], None if scale == 1.0 else lambda: live.mul_(scale))
+        return Transfer([(None, work)], None if scale == 1.0 else lambda: live.mul_(scale))
 
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
-        return Transfer([dist.broadcast(payload.live, members.ranks[0], group=members.group, async_op=True)])
+        work = dist.broadcast(payload.live, members.ranks[0], group=members.group, async_op=True)
+        return Transfer([(None, work)])
 
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
         whole = payload.live
@@ -219,16 +220,17 @@ class BackendCollectives:
         payload.splits.append(parts)
         mine = payload.live = parts[members.index]
         work = dist.reduce_scatter_single(mine, whole, group=members.group, async_op=True)
-        return Transfer([work], None if scale == 1.0 else lambda: mine.mul_(scale))
+        return Transfer([(None, work)], None if scale == 1.0 else lambda: mine.mul_(scale))
 
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         mine, payload.live = payload.live, _joined(payload.splits.pop())
-        return Transfer([dist.all_gather_single(payload.live, mine, group=members.group, async_op=True)])
+        work = dist.all_gather_single(payload.live, mine, group=members.group, async_op=True)
+        return Transfer([(None, work)])
 
 
 def all_reduce(payload: Payload, members: Members) -> Transfer:
     """The backend's own all-reduce, a ring."""
-    return Transfer([dist.all_reduce(payload.live, group=members.group, async_op=True)])
+    return Transfer([(None, dist.all_reduce(payload.live, group=members.group, async_op=True))])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -237,13 +239,19 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return first.as_strided((sum(part.numel() for part in parts),), (1,), first.storage_offset())
 
 
-def _send(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[dist.Work]:
+def _send(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[tuple[int | None, Waitable]]:
     """Sends each tensor to a place among the members; an empty tensor needs no message."""
-    works = [dist.isend(t, group=members.group, group_dst=to, tag=tag) for t, to in messages if t.numel()]
-    return cast(list[dist.Work], works)
+    return [
+        (members.ranks[place], cast(Waitable, dist.isend(tensor, group=members.group, group_dst=place, tag=tag)))
+        for tensor, place in messages
+        if tensor.numel()
+    ]
 
 
-def _receive(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[dist.Work]:
+def _receive(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[tuple[int | None, Waitable]]:
     """Receives each tensor from a place among the members."""
-    works = [dist.irecv(t, group=members.group, group_src=source, tag=tag) for t, source in messages if t.numel()]
-    return cast(list[dist.Work], works)
+    return [
+        (members.ranks[place], cast(Waitable, dist.irecv(tensor, group=members.group, group_src=place, tag=tag)))
+        for tensor, place in messages
+        if tensor.numel()
+    ]

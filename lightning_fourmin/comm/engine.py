@@ -31,7 +31,7 @@ from lightning_fourmin.comm.collectives import (
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.scaling import scales
 from lightning_fourmin.comm.shared import SharedArena, Slot
-from lightning_fourmin.comm.stall import StallWatch
+from lightning_fourmin.comm.stall import StallWatch, Wait
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace
@@ -121,7 +121,7 @@ class Engine:
         self._error: BaseException | None = None
         self._num_pieces = 0
         self._trace = trace
-        self._busy: dict[str, tuple[float, str]] = {}
+        self._busy: dict[str, tuple[float, str, _Piece]] = {}
         self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits)
         self._threads = [
             threading.Thread(target=self._run_stage, args=(stage, i), name=f"fourmin-{stage}", daemon=True)
@@ -217,7 +217,7 @@ class Engine:
     def _pass(self, piece: _Piece, stage: str) -> None:
         """Takes a piece through one stage; an error ends the engine's work."""
         what = f"bucket {piece.bucket.index}, phase {stage} of the {piece.bucket.route.algorithm} all-reduce"
-        self._busy[stage] = (time.monotonic(), what)
+        self._busy[stage] = (time.monotonic(), what, piece)
         try:
             if self._error is None:
                 with self._span(stage, piece):
@@ -233,8 +233,11 @@ class Engine:
         details = {"algorithm": piece.bucket.route.algorithm, "numel": piece.gradients.numel(), "piece": piece.tag}
         return self._trace.span(stage, f"bucket {piece.bucket.index}", **details)
 
-    def _waits(self) -> list[tuple[float, str]]:
-        return list(self._busy.values())
+    def _waits(self) -> list[Wait]:
+        return [
+            Wait(since_s, what, None if piece.pending is None else piece.pending.missing_rank)
+            for since_s, what, piece in list(self._busy.values())
+        ]
 
     def _advance(self, piece: _Piece, stage: str, first: bool) -> None:
         if first:

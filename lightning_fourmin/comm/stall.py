@@ -4,15 +4,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 log = logging.getLogger(__name__)
+
+
+class Wait(NamedTuple):
+    """Something that a stage is doing, which may be waiting."""
+
+    since_s: float
+    """On the monotonic clock."""
+    what: str
+    missing_rank: int | None
+    """The rank that it waits for, None where it is not known."""
 
 
 class StallWatch:
     """A thread that looks at what the stages wait for and warns once for each wait beyond the limit."""
 
-    def __init__(self, limit_s: float, waits: Callable[[], list[tuple[float, str]]]) -> None:
-        """`waits` lists what is being waited for: since when (monotonic clock), and what, in words."""
+    def __init__(self, limit_s: float, waits: Callable[[], list[Wait]]) -> None:
         self._limit_s, self._waits = limit_s, waits
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fourmin-stall-watch", daemon=True)
@@ -25,11 +35,12 @@ class StallWatch:
     def _watch(self) -> None:
         warned: set[tuple[float, str]] = set()
         while not self._stop.wait(min(1.0, self._limit_s / 4)):
-            waits = self._waits()
+            waits = {wait[:2]: wait.missing_rank for wait in self._waits()}
             warned.intersection_update(waits)
-            for since, what in waits:
-                if time.monotonic() - since > self._limit_s and (since, what) not in warned:
-                    warned.add((since, what))
+            for (since_s, what), rank in waits.items():
+                if time.monotonic() - since_s > self._limit_s and (since_s, what) not in warned:
+                    warned.add((since_s, what))
+                    who = "another rank" if rank is None else f"rank {rank}"
                     log.warning(
-                        "%s has waited for more than %g s: is another rank slow or stopped?", what, self._limit_s
+                        "%s has waited for %s for more than %g s: is it slow or stopped?", what, who, self._limit_s
                     )

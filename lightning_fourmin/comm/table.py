@@ -87,9 +87,12 @@ class AllReduceTable:
         """The same table with one algorithm to choose."""
         if algorithm not in self.rows[0].milliseconds:
             known = ", ".join(self.rows[0].milliseconds)
+            hint = "measure one that has it"
+            if algorithm == "torus":
+                hint = "the torus needs groups of equal size; choose a group_size that divides every node"
             raise ValueError(
-                f"algorithm={algorithm!r} is not in the table of {self.topology_key} ({known}): the torus needs groups "
-                "of equal size; choose a group_size that divides every node, or algorithm='hybrid'"
+                f"algorithm={algorithm!r} is not in the table of {self.topology_key} ({known}): {hint}, or use "
+                "algorithm='hybrid'"
             )
         return replace(
             self, rows=tuple(Row(row.num_bytes, {algorithm: row.milliseconds[algorithm]}) for row in self.rows)
