@@ -4,6 +4,7 @@ Example: .venv/bin/python benchmarks/lars.py
 """
 
 import argparse
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -73,11 +74,12 @@ def variants() -> dict[str, Callable[[], object]]:
 
 
 def measure(num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a step: each variant once a round, one after the other."""
-    steps = variants()
-    times_ms: dict[str, list[float]] = {name: [] for name in steps}
+    """Milliseconds a step: each variant once a round, in another order every round, since a step feels the one before."""
+    steps = list(variants().items())
+    times_ms: dict[str, list[float]] = {name: [] for name, _ in steps}
+    shuffling = random.Random(0)
     for round_number in range(num_rounds + 2):
-        for name, step in steps.items():
+        for name, step in shuffling.sample(steps, len(steps)):
             start = time.perf_counter()
             step()
             if round_number >= 2:
@@ -87,7 +89,7 @@ def measure(num_rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=150)
     arguments = parser.parse_args()
     times_ms = measure(arguments.rounds)
     slowdown = {name: paired_ratio(times, times_ms[FUSED_SGD]) for name, times in times_ms.items()}

@@ -211,7 +211,7 @@ def _fits_fused_kernel(slot: _Slot) -> bool:
         param.is_cpu
         and param.dtype == grad.dtype == torch.float32
         and param.stride() == grad.stride()
-        and (buffer is None or (buffer.dtype == torch.float32 and buffer.stride() == param.stride()))
+        and (buffer is None or buffer.stride() == param.stride())
         and is_dense(param)
         # Not a public function.
         and hasattr(torch, "_fused_sgd_")
