@@ -74,7 +74,7 @@ def variants() -> dict[str, Callable[[], object]]:
 
 
 def measure(num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a step: each variant once a round, in another order every round, since a step feels the one before."""
+    """Milliseconds a step: each variant once a round, in changing order, because a step feels the one before it."""
     steps = list(variants().items())
     times_ms: dict[str, list[float]] = {name: [] for name, _ in steps}
     shuffling = random.Random(0)
