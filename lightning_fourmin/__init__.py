@@ -4,10 +4,13 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
+from lightning_fourmin.lars import LARS
+from lightning_fourmin.recipe import param_groups
 from lightning_fourmin.strategy import FourMinStrategy
 
 __version__ = version("lightning-fourmin")
-__all__ = ["FourMinStrategy"]
+__all__ = ["LARS", "FourMinStrategy", "TrustRatioMonitor", "param_groups"]
 
 if "fourmin" not in StrategyRegistry:
     FourMinStrategy.register_strategies(StrategyRegistry)

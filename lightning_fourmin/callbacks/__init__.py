@@ -1,0 +1,1 @@
+"""Callbacks that make visible what a run does."""
