@@ -131,9 +131,9 @@ class Engine:
             thread.start()
 
     def submit(self, gradients: Tensor, index: int) -> Future[Tensor]:
-        """Starts the all-reduce of a flat bucket; the future holds the mean over all ranks.
+        """Starts the all-reduce of a flat bucket, number `index` of its step; the future holds the mean over all ranks.
 
-        The mean stands in `gradients` or in shared memory; there it holds until `shared_bytes` more are submitted.
+        The mean stands in `gradients` or in shared memory; there it holds until the step after the next one begins.
         """
         wire_dtype = self.wire_dtype or gradients.dtype
         num_bytes = gradients.numel() * wire_dtype.itemsize
@@ -146,7 +146,7 @@ class Engine:
                 return bucket.future
             self._under_way.add(bucket)
         if self._arena is not None and "reduce" in route.phases:
-            bucket.slot = self._arena.place(gradients.numel(), wire_dtype, bucket.done.wait)
+            bucket.slot = self._arena.place(gradients.numel(), wire_dtype, bucket.done.wait, new_step=index == 0)
         start = 0
         for stretch in gradients.tensor_split(num_pieces):
             slot = None if bucket.slot is None else bucket.slot.narrow(start, stretch.numel())
@@ -184,8 +184,7 @@ class Engine:
         members = self._groups.members("reduce", self.topology.groups)
         if members is None or len({self.topology.node_of[rank] for rank in members.ranks}) > 1:
             return None
-        # Twice what a step needs: a bucket that does not fit at the end starts at the front, and DDP still copies
-        # results of a step out of its stretches while the next one begins.
+        # Twice what a step needs: DDP still copies results of a step out of its half while the next one begins.
         return SharedArena.open(members, 2 * shared_bytes + CHUNK_BYTES, self._groups.timeout.total_seconds())
 
     def _routes_for(self, wire_dtype: torch.dtype) -> Mapping[str, Route]:

@@ -36,14 +36,17 @@ class Slot:
 
 
 class SharedArena:
-    """The areas of a group, handed out in one order on every member, round and round."""
+    """The areas of a group, handed out in one order on every member: steps take turns at the two halves.
+
+    So a step finds memory that an earlier one has touched, whatever its size: the first touch of a page is slow.
+    """
 
     def __init__(self, areas: list[Tensor], members: Members, inward: Bells, outward: Bells) -> None:
         self.members, self.inward, self.outward = members, inward, outward
         self._num_bytes = areas[0].numel() // 2
         self._gradients = [area[: self._num_bytes] for area in areas]
         self._sums = areas[0][self._num_bytes :]
-        self._next = 0
+        self._next = self._first = 0
         self._placed: deque[tuple[int, int, Callable[[], object]]] = deque()
 
     @classmethod
@@ -83,7 +86,9 @@ class SharedArena:
         self.inward.close()
         self.outward.close()
 
-    def place(self, numel: int, dtype: torch.dtype, wait_until_done: Callable[[], object]) -> Slot | None:
+    def place(
+        self, numel: int, dtype: torch.dtype, wait_until_done: Callable[[], object], new_step: bool
+    ) -> Slot | None:
         """The next stretch, once the buckets that used it are done; None if this one is larger than the area.
 
         Every member places the same buckets in the same order, so they agree on stretches without a word. A bucket that
@@ -93,6 +98,9 @@ class SharedArena:
         num_bytes = numel * dtype.itemsize
         if num_bytes > self._num_bytes:
             return None
+        if new_step:
+            self._first = 0 if self._first else _aligned(self._num_bytes // 2)
+            self._next = self._first
         start = self._next if self._next + num_bytes <= self._num_bytes else 0
         stop = start + num_bytes
         self._next = _aligned(stop)
