@@ -89,4 +89,6 @@ def _in_fp32(product: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _to_fp32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _UNITS and value.device.type == "cpu" else value
+    return (
+        value.float() if isinstance(value, Tensor) and value.dtype in _UNITS and value.device.type == "cpu" else value
+    )
