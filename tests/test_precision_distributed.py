@@ -1,5 +1,6 @@
 """FourMinPrecision on several ranks: the 16-bit wire, steps skipped together, DDP's features."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_fourmin import FourMinPrecision, FourMinStrategy
-from parity import Net, digest, images, relative_error, state, weights
+from parity import Net, digest, images, relative_error, weights
 from pool import RankPool
 from ranks import rank_env
 from test_ddp_features import TwoHeads, TwoOptimizers
@@ -70,27 +71,20 @@ def test_overflow_of_an_accumulated_batch_reaches_all_ranks(ranks: RankPool) -> 
 
 
 def never_finite() -> str:
-    try:
-        train(FourMinStrategy(fusion_mb=0.05), AlwaysBadRank, num_batches=20)
-    except RuntimeError as error:
-        return str(error)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="8 steps in a row were skipped")
+        try:
+            train(FourMinStrategy(fusion_mb=0.05), AlwaysBadRank, num_batches=20)
+        except RuntimeError as error:
+            return str(error)
     return "no error"
 
 
 def test_all_ranks_give_up_together(ranks: RankPool) -> None:
-    answers = ranks.run(warn_ignored, world=2)
-    for rank, text in enumerate(answers):
+    for rank, text in enumerate(ranks.run(never_finite, world=2)):
         assert "not finite in 17 steps in a row, the last with loss scale 1" in text
         assert ("loss nan on this rank" in text) == (rank == 1)
         assert "'features.0.weight'" in text
-
-
-def warn_ignored() -> str:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="8 steps in a row were skipped")
-        return never_finite()
 
 
 def wire_bytes(wire_dtype: str | None) -> tuple[int, str]:
@@ -152,16 +146,6 @@ def test_same_updates_as_with_ddp(
         assert torch.equal(found, answers[0][1])
 
 
-def evaluate() -> tuple[list[str], str]:
-    net, _ = train(FourMinStrategy(), Evaluated)
-    trainer = rank_trainer(FourMinStrategy(), precision="bf16-true")
-    trainer.validate(net, images(2), verbose=False)
-    predictions = trainer.predict(net, images(2))
-    assert predictions is not None
-    assert isinstance(net, Evaluated)
-    return [str(p.dtype) for p in predictions], digest(state(net))
-
-
 class Evaluated(Net):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
@@ -172,7 +156,15 @@ class Evaluated(Net):
         return self(batch[0])
 
 
+def evaluate() -> tuple[list[str], float]:
+    trainer, net = rank_trainer(FourMinStrategy(), precision="bf16-true"), Evaluated()
+    (metrics,) = trainer.validate(net, images(2), verbose=False)
+    predictions = trainer.predict(net, images(2))
+    assert predictions is not None
+    return [str(p.dtype) for p in predictions], metrics["loss"]
+
+
 def test_evaluation_in_16_bit(ranks: RankPool) -> None:
     answers = ranks.run(evaluate, nodes=NODES)
     assert all(dtypes == ["torch.bfloat16"] * 2 for dtypes, _ in answers)
-    assert len({found for _, found in answers}) == 1
+    assert len({loss for _, loss in answers}) == 1
