@@ -129,13 +129,13 @@ class FourMinPrecision(HalfPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        assert self._stand_ins is not None
         result = closure()
         finite = _all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
         if finite:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
-            if self._stand_ins is not None:
-                self._stand_ins.refresh()
+            self._stand_ins.refresh()
         else:
             # Schedulers count a skipped step like any other; without this the first one makes torch warn.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -158,11 +158,12 @@ class FourMinPrecision(HalfPrecision):
 
     def _describe_overflow(self, model: LightningModule, optimizer: Optimizer) -> str:
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        first = next(
+        bad = [
             name
             for name, parameter in model.named_parameters()
             if parameter in mine and parameter.grad is not None and not parameter.grad.isfinite().all()
-        )
+        ]
+        first = bad[0] if bad else "a parameter outside of the module"
         loss = "unknown" if self._loss is None else f"{self._loss.item():g}"
         return (
             f"gradients were not finite in {self.loss_scale.skips_in_a_row} steps in a row, the last with loss scale "
