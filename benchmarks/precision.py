@@ -1,6 +1,6 @@
 """FourMinPrecision on a CPU: time of a training step, bytes a parameter, bytes on the wire.
 
-Example: .venv/bin/python benchmarks/precision.py             # all: 8 minutes, 5 of them in Lightning's 16-true
+Example: .venv/bin/python benchmarks/precision.py             # all: 5 minutes, half of them in Lightning's 16-true
          .venv/bin/python benchmarks/precision.py --only resnet18
 """
 
@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=sorted(NETS), default=list(NETS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--slow-rounds", type=int, default=3, help="of Lightning's 16-true, up to 20 s a step")
+    parser.add_argument("--slow-rounds", type=int, default=2, help="of Lightning's 16-true, up to 20 s a step")
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
