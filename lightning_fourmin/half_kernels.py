@@ -57,13 +57,18 @@ class HalfKernels(TorchDispatchMode):
     Backward passes need it as much as forward passes. A net compiled with `torch.compile` runs uncompiled in it.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Of each argument, kept from product to product: fresh memory costs more than the cast into it.
+        self._buffers: dict[int, Tensor] = {}
+
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _PRODUCTS:
-            return _in_fp32(func, args, kwargs)
+            return self._in_fp32(func, args, kwargs)
         # In inference mode composite operations (linear, matmul, attention) arrive whole.
         if torch.is_inference_mode_enabled():
             with self:
@@ -72,23 +77,32 @@ class HalfKernels(TorchDispatchMode):
                 return result
         return func(*args, **kwargs)
 
+    def _in_fp32(self, product: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = (*args, *kwargs.values())
+        dtype = next((value.dtype for value in values if _is_half(value)), None)
+        if dtype is None:
+            return product(*args, **kwargs)
+        raised = [self._raise(value, i) if _is_half(value) else value for i, value in enumerate(values)]
+        result = product(*raised[: len(args)], **dict(zip(kwargs, raised[len(args) :], strict=True)))
+        if isinstance(result, Tensor):
+            return result.to(dtype)
+        if product is _ATTENTION:
+            # The log of the softmax's sums, which backward reads, is in FP32 in torch's 16-bit kernels as well.
+            output, log_sums = result
+            return output.to(dtype), log_sums
+        return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in result)
 
-def _in_fp32(product: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Loops, not pytrees: those would take longer than a small product.
-    dtype = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype in _UNITS), None)
-    if dtype is None:
-        return product(*args, **kwargs)
-    result = product(*map(_to_fp32, args), **{name: _to_fp32(value) for name, value in kwargs.items()})
-    if isinstance(result, Tensor):
-        return result.to(dtype)
-    if product is _ATTENTION:
-        # The log of the softmax's sums, which backward reads, is in FP32 in torch's 16-bit kernels as well.
-        output, log_sums = result
-        return output.to(dtype), log_sums
-    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in result)
+    def _raise(self, tensor: Tensor, position: int) -> Tensor:
+        """The tensor in FP32, good until the next product."""
+        if not _aten.is_non_overlapping_and_dense(tensor):
+            return tensor.float()
+        buffer = self._buffers.get(position)
+        if buffer is None or buffer.numel() < tensor.numel():
+            # One made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[position] = torch.empty(tensor.numel(), dtype=torch.float32)
+        return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
-def _to_fp32(value: Any) -> Any:
-    return (
-        value.float() if isinstance(value, Tensor) and value.dtype in _UNITS and value.device.type == "cpu" else value
-    )
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _UNITS and value.device.type == "cpu"

@@ -57,6 +57,7 @@ class FourMinPrecision(HalfPrecision):
         else:
             self.loss_scale = LossScale(float(loss_scale), dynamic=False)
         self._half_kernels = half_kernels
+        self._kernels: AbstractContextManager[Any] = nullcontext()
         self._module: nn.Module | None = None
         self._stand_ins: StandIns | None = None
         self._hooks: list[RemovableHandle] = []
@@ -80,6 +81,8 @@ class FourMinPrecision(HalfPrecision):
                 "LBFGS evaluates the loss several times a step, and a step cannot be skipped after that: use another "
                 "optimizer, or precision='32-true'"
             )
+        wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
+        self._kernels = HalfKernels() if wanted else nullcontext()
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -96,7 +99,7 @@ class FourMinPrecision(HalfPrecision):
         assert self._stand_ins is not None
         # No cache of autocast's own: it would outlive an optimizer's step inside of this one.
         autocast = torch.autocast(self._device.type, dtype=self.dtype, cache_enabled=False)
-        with self._stand_ins.active(), self._kernels(), autocast:
+        with self._stand_ins.active(), self._kernels, autocast:
             yield
 
     @override
@@ -117,7 +120,7 @@ class FourMinPrecision(HalfPrecision):
     ) -> None:
         assert self._stand_ins is not None
         # Checkpointed layers run their forward again in here.
-        with self._stand_ins.active(), self._kernels(), torch.autocast(self._device.type, enabled=False):
+        with self._stand_ins.active(), self._kernels, torch.autocast(self._device.type, enabled=False):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
@@ -182,12 +185,6 @@ class FourMinPrecision(HalfPrecision):
         assert isinstance(self._module, LightningModule)
         return self._module.device
 
-    def _kernels(self) -> AbstractContextManager[Any]:
-        wanted = self._half_kernels
-        if wanted is None:
-            wanted = needs_half_kernels(self._device, self.dtype)
-        return HalfKernels() if wanted else nullcontext()  # type: ignore[no-untyped-call]
-
     @override
     def state_dict(self) -> dict[str, Any]:
         return self.loss_scale.state_dict()
@@ -201,6 +198,7 @@ class FourMinPrecision(HalfPrecision):
         for hook in self._hooks:
             hook.remove()
         self._module, self._stand_ins, self._hooks, self._loss = None, None, [], None
+        self._kernels = nullcontext()
         super().teardown()
 
 

@@ -137,6 +137,20 @@ def test_other_dtypes_pass_through() -> None:
         assert torch.equal(torch.arange(6).view(2, 3) @ torch.arange(3), torch.tensor([5, 14]))
 
 
+def test_products_of_all_sizes_in_a_row() -> None:
+    """Buffers grow, serve smaller products, and those outside of inference mode after those in it."""
+    kernels = HalfKernels()
+    generator = torch.Generator().manual_seed(1)
+    for size, inference in ((3, True), (9, False), (5, True), (40, False), (1, False), (0, False), (40, True)):
+        a, b = (torch.randn(size, size, generator=generator).half() for _ in range(2))
+        expanded = b[:1].expand(size, size) if size else b
+        with torch.inference_mode(inference), kernels:
+            products = [a @ b, a.T @ b, a @ b[:, ::2], a @ expanded]
+        exact = [a.float() @ b.float(), a.T.float() @ b.float(), a.float() @ b[:, ::2].float()]
+        for found, expected in zip(products, [*exact, a.float() @ expanded.float()], strict=True):
+            assert torch.equal(found, expected.half())
+
+
 def test_sums_are_fp32() -> None:
     """4096 ones and a half: FP16 stops counting ones at 2048."""
     ones = torch.ones(1, 4097, dtype=torch.float16)
