@@ -1,4 +1,4 @@
-"""The two nets of the step benchmark: one heavy in fully connected layers, one deep and narrow."""
+"""The nets that the benchmarks train."""
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,52 @@ class DeepNarrow(nn.Sequential):
         super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
+class SmallAlexNetBN(nn.Sequential):
+    """AlexNet-BN at 64 px with half the channels: 5.4 M parameters, 4.5 M of them in fully connected layers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 48, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+            nn.BatchNorm2d(48),
+            nn.Conv2d(48, 128, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+            nn.BatchNorm2d(128),
+            nn.Conv2d(128, 192, 3, padding=1),
+            nn.ReLU(),
+            nn.BatchNorm2d(192),
+            nn.Conv2d(192, 192, 3, padding=1),
+            nn.ReLU(),
+            nn.BatchNorm2d(192),
+            nn.Conv2d(192, 128, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+            nn.BatchNorm2d(128),
+            nn.Flatten(),
+            nn.Linear(128 * 9, 2048),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(2048, 1024),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(1024, 10),
+        )
+
+
+class ResNet18(nn.Sequential):
+    """ResNet-18 with its usual stem and widths: 11.2 M parameters."""
+
+    def __init__(self) -> None:
+        stem = (nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        widths = (64, 64, 128, 128, 256, 256, 512, 512)
+        blocks = [_Block(b, w, 1 if b == w else 2) for b, w in zip((64, *widths), widths, strict=False)]
+        super().__init__(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
 NETS: dict[str, tuple[type[nn.Module], int, int]] = {
     "fc_heavy": (FullyConnectedHeavy, 32, 32),
     "deep_narrow": (DeepNarrow, 16, 16),
 }
-"""Name -> net, image side in pixels, batch a rank."""
+"""Of the step benchmark: name -> net, image side in pixels, batch a rank."""

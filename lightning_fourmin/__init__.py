@@ -6,11 +6,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.lars import LARS
+from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.recipe import param_groups
 from lightning_fourmin.strategy import FourMinStrategy
 
 __version__ = version("lightning-fourmin")
-__all__ = ["LARS", "FourMinStrategy", "TrustRatioMonitor", "param_groups"]
+__all__ = ["LARS", "FourMinPrecision", "FourMinStrategy", "TrustRatioMonitor", "param_groups"]
 
 if "fourmin" not in StrategyRegistry:
     FourMinStrategy.register_strategies(StrategyRegistry)

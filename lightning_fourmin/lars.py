@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from lightning_fourmin.norms import cpu_norm, is_dense, norms
+from lightning_fourmin.tensor_norms import cpu_norm, is_dense, norms
 
 FORMS = ("mlperf", "torch")
 

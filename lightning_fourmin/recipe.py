@@ -5,10 +5,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-# _NormBase: batch and instance norm, and what others derive from torch's private base of them.
-NORM_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+from lightning_fourmin.norm_layers import NORM_LAYERS
 
 
 def param_groups(
@@ -36,7 +34,7 @@ def param_groups(
     for pattern in names:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ValueError(f"names has {pattern!r}, which matches no parameter of {type(module).__name__}")
-    norm_layers = (*NORM_TYPES, *norm_types)
+    norm_layers = (*NORM_LAYERS, *norm_types)
     weights: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from packaging.version import Version
@@ -29,6 +30,7 @@ from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace
+from lightning_fourmin.precision import FourMinPrecision
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class FourMinStrategy(DDPStrategy):
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
         table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
             keep it; None: the cached table, else the cost model.
-        wire_dtype: "fp32", "fp16" or "bf16"; None: the dtype of the gradients.
+        wire_dtype: "fp32", "fp16" or "bf16"; None: what `FourMinPrecision` computes in, else the gradients' dtype.
         predivide: factor that gradients are divided by before the sum, the rest after; None: chosen so that sums stay
             in range (see `comm.scaling`).
         stall_warning_s: warn when a phase waits longer.
@@ -106,6 +108,25 @@ class FourMinStrategy(DDPStrategy):
             dist.all_gather_object(nodes, self.node_rank)
             self._topology = Topology.build(nodes, self._group_size)
         return self._topology
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        """Lightning's plugin for "16-true" and "bf16-true", which has no FP32 masters, makes room for ours."""
+        if type(precision_plugin) is HalfPrecision:
+            precision_plugin = FourMinPrecision("fp16" if precision_plugin.precision == "16-true" else "bf16")
+        self._precision_plugin = precision_plugin
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype of gradients on the wire; None: their own."""
+        if self._wire_dtype is None and isinstance(self.precision_plugin, FourMinPrecision):
+            return self.precision_plugin.dtype
+        return self._wire_dtype
 
     @property
     @override
@@ -192,7 +213,7 @@ class FourMinStrategy(DDPStrategy):
             self._choose_table(groups, bytes_a_step),
             groups,
             self.root_device,
-            self._wire_dtype,
+            self.wire_dtype,
             self._predivide,
             shared_bytes=bytes_a_step,
             stall_warning_s=self._stall_warning_s,
@@ -203,7 +224,7 @@ class FourMinStrategy(DDPStrategy):
 
     def _wire_bytes_a_step(self, model: nn.Module) -> int:
         gradients = [p for p in model.parameters() if p.requires_grad]
-        return sum(p.numel() * (self._wire_dtype or p.dtype).itemsize for p in gradients)
+        return sum(p.numel() * (self.wire_dtype or p.dtype).itemsize for p in gradients)
 
     def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
         table = choose_table(self._table, self.topology, groups, self.root_device, largest_bytes)

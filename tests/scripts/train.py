@@ -1,7 +1,8 @@
-"""A training script as users write it: `train.py strategy devices epochs` prints a checksum of the weights."""
+"""A training script as users write it: `train.py strategy devices epochs [precision]` prints a checksum of weights."""
 
 import hashlib
 import sys
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -29,7 +30,7 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def main(strategy: str, devices: str, epochs: str) -> None:
+def main(strategy: str, devices: str, epochs: str, precision: Any = "32-true") -> None:
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(16, 32))
     net = Net()
@@ -38,6 +39,7 @@ def main(strategy: str, devices: str, epochs: str) -> None:
         strategy=strategy,
         devices=int(devices),
         max_epochs=int(epochs),
+        precision=precision,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -46,6 +48,7 @@ def main(strategy: str, devices: str, epochs: str) -> None:
     trainer.fit(net, DataLoader(data, batch_size=2))
     if trainer.is_global_zero:
         weights = nn.utils.parameters_to_vector(net.parameters()).detach()
+        assert weights.dtype is torch.float32
         print("checksum", hashlib.sha256(weights.numpy().tobytes()).hexdigest(), flush=True)
 
 

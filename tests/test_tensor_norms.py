@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_fourmin.norms import BLOCK, cpu_norm, is_dense, norms
+from lightning_fourmin.tensor_norms import BLOCK, cpu_norm, is_dense, norms
 
 
 def exact(tensor: Tensor) -> float:

@@ -1,0 +1,108 @@
+"""16-bit products on a CPU without 16-bit units: computed in FP32, rounded once, as tensor cores do.
+
+    FP16 x FP16 --upcast, exact--> FP32 product, FP32 sum --round--> FP16
+
+torch has FP16 and BF16 kernels for every CPU, but without such units they are 20 to 40 times slower than FP32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+_aten = torch.ops.aten
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_PRODUCTS = frozenset(
+    {
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.addbmm.default,
+        _aten.mv.default,
+        _aten.addmv.default,
+        _aten.dot.default,
+        _ATTENTION,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        # The fused kernels that attention layers use in evaluation.
+        _aten._native_multi_head_attention.default,
+        _aten._transformer_encoder_layer_fwd.default,
+        # No product, but as slow in 16 bit, and exact in FP32 too.
+        _aten.max_pool2d_with_indices.default,
+    }
+)
+_UNITS = {
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+}
+"""What `torch.cpu.get_capabilities` calls the units that multiply in a dtype, on x86 and ARM."""
+
+
+def needs_half_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """True on a CPU that has no units for products in this dtype."""
+    if device.type != "cpu":
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    return not any(capabilities.get(unit) for unit in _UNITS[dtype])
+
+
+class HalfKernels(TorchDispatchMode):
+    """While active in a thread, products of FP16 or BF16 CPU tensors run in FP32 and are rounded to the dtype.
+
+    Backward passes need it as much as forward passes. A net compiled with `torch.compile` runs uncompiled in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Of each argument, kept from product to product: fresh memory costs more than the cast into it.
+        self._buffers: dict[int, Tensor] = {}
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS:
+            return self._in_fp32(func, args, kwargs)
+        # In inference mode composite operations (linear, matmul, attention) arrive whole.
+        if torch.is_inference_mode_enabled():
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+    def _in_fp32(self, product: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = (*args, *kwargs.values())
+        dtype = next((value.dtype for value in values if _is_half(value)), None)
+        if dtype is None:
+            return product(*args, **kwargs)
+        raised = [self._raise(value, i) if _is_half(value) else value for i, value in enumerate(values)]
+        result = product(*raised[: len(args)], **dict(zip(kwargs, raised[len(args) :], strict=True)))
+        if isinstance(result, Tensor):
+            return result.to(dtype)
+        if product is _ATTENTION:
+            # The log of the softmax's sums, which backward reads, is in FP32 in torch's 16-bit kernels as well.
+            output, log_sums = result
+            return output.to(dtype), log_sums
+        return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in result)
+
+    def _raise(self, tensor: Tensor, position: int) -> Tensor:
+        """The tensor in FP32, good until the next product."""
+        if not _aten.is_non_overlapping_and_dense(tensor):
+            return tensor.float()
+        buffer = self._buffers.get(position)
+        if buffer is None or buffer.numel() < tensor.numel():
+            # One made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[position] = torch.empty(tensor.numel(), dtype=torch.float32)
+        return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _UNITS and value.device.type == "cpu"

@@ -1,0 +1,222 @@
+"""The precision plugin: forward and backward in FP16 or BF16, FP32 master weights, loss scale."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_fourmin.half_kernels import HalfKernels, needs_half_kernels
+from lightning_fourmin.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
+from lightning_fourmin.norm_layers import keep_norms_in_fp32
+from lightning_fourmin.stand_ins import StandIns
+
+COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class FourMinPrecision(HalfPrecision):
+    """16-bit weights and activations in steps, FP32 masters everywhere else.
+
+    The module's parameters are the FP32 masters that optimizers, callbacks and checkpoints see. In training,
+    validation, test and prediction steps `layer.weight` is a 16-bit copy, while `parameters()` still lists the masters:
+    change weights through those. Norm layers (by type) stay in FP32. Steps run in `torch.autocast`, so losses are
+    computed in FP32 and products take FP32 tensors (buffers such as position encodings, tensors made in the step) as
+    16-bit ones. FP32 tensors of a batch arrive in 16 bit; float64 tensors arrive as they are.
+
+    Outside of the backward pass gradients are FP32 and unscaled: hooks, clipping and optimizers need to know nothing.
+    A step with a non-finite gradient is skipped, on all ranks alike since that is decided after the all-reduce, and
+    counted: `fourmin/skipped_steps` and `fourmin/loss_scale` are logged.
+
+    Args:
+        dtype: "fp16" or "bf16".
+        loss_scale: "dynamic" or a number; BF16 has FP32's range and is not scaled.
+        half_kernels: compute products in FP32 and round them (see `half_kernels`); None: on CPUs without 16-bit units.
+    """
+
+    def __init__(
+        self, dtype: str = "fp16", loss_scale: float | str = "dynamic", half_kernels: bool | None = None
+    ) -> None:
+        if dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not known: choose one of {', '.join(map(repr, COMPUTE_DTYPES))}")
+        _check_loss_scale(dtype, loss_scale)
+        super().__init__("16-true" if dtype == "fp16" else "bf16-true")
+        self.dtype = COMPUTE_DTYPES[dtype]
+        if dtype == "bf16":
+            self.loss_scale = LossScale(1.0, dynamic=False)
+        elif loss_scale == "dynamic":
+            self.loss_scale = LossScale(INITIAL_SCALE, dynamic=True)
+        else:
+            self.loss_scale = LossScale(float(loss_scale), dynamic=False)
+        self._half_kernels = half_kernels
+        self._kernels: AbstractContextManager[Any] = nullcontext()
+        self._module: nn.Module | None = None
+        self._stand_ins: StandIns | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._loss: Tensor | None = None
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.dtype in COMPUTE_DTYPES.values():
+                parameter.data = parameter.data.float()
+        self._module, self._stand_ins = module, StandIns(module, self.dtype)
+        self._hooks = keep_norms_in_fp32(module)
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS evaluates the loss several times a step, and a step cannot be skipped after that: use another "
+                "optimizer, or precision='32-true'"
+            )
+        wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
+        self._kernels = HalfKernels() if wanted else nullcontext()
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        assert self._stand_ins is not None
+        # No cache of autocast's own: it would outlive an optimizer's step inside of this one.
+        autocast = torch.autocast(self._device.type, dtype=self.dtype, cache_enabled=False)
+        with self._stand_ins.active(), self._kernels, autocast:
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return apply_to_collection(data, Tensor, lambda t: t.to(self.dtype) if t.dtype is torch.float32 else t)
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        loss = super().pre_backward(tensor, module).float()
+        self._loss = loss.detach()
+        # Gradients of earlier backward passes that this one adds to, and that the all-reduce takes with it.
+        self._scale_gradients(self.loss_scale.value)
+        return loss * self.loss_scale.value
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        assert self._stand_ins is not None
+        # Checkpointed layers run their forward again in here.
+        with self._stand_ins.active(), self._kernels, torch.autocast(self._device.type, enabled=False):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        self._scale_gradients(1 / self.loss_scale.value)
+        return super().post_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        assert self._stand_ins is not None
+        result = closure()
+        finite = _all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
+        if finite:
+            self._after_closure(model, optimizer)
+            optimizer.step(**kwargs)
+            self._stand_ins.refresh()
+        else:
+            # Schedulers count a skipped step like any other; without this the first one makes torch warn.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.loss_scale.update(finite)
+        self._report(model, optimizer)
+        return result
+
+    def _report(self, model: LightningModule, optimizer: Optimizer) -> None:
+        scale = self.loss_scale
+        if not model.trainer.barebones:
+            model.log("fourmin/loss_scale", scale.value, on_step=True, on_epoch=False)
+            model.log("fourmin/skipped_steps", float(scale.skipped_steps), on_step=True, on_epoch=False)
+        if scale.exhausted:
+            raise RuntimeError(self._describe_overflow(model, optimizer))
+        if scale.skips_in_a_row == PATIENCE // 2:
+            rank_zero_warn(
+                f"{PATIENCE // 2} steps in a row were skipped: their gradients are not finite; the loss scale is now "
+                f"{scale.value:g}"
+            )
+
+    def _describe_overflow(self, model: LightningModule, optimizer: Optimizer) -> str:
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        bad = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter in mine and parameter.grad is not None and not parameter.grad.isfinite().all()
+        ]
+        first = bad[0] if bad else "a parameter outside of the module"
+        loss = "unknown" if self._loss is None else f"{self._loss.item():g}"
+        return (
+            f"gradients were not finite in {self.loss_scale.skips_in_a_row} steps in a row, the last with loss scale "
+            f"{self.loss_scale.value:g} and loss {loss} on this rank; the first such gradient is that of {first!r}: "
+            "look for bad data or a diverging loss, lower the learning rate, or try dtype='bf16' or precision='32-true'"
+        )
+
+    def _scale_gradients(self, factor: float) -> None:
+        assert self._module is not None
+        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    @property
+    def _device(self) -> torch.device:
+        assert isinstance(self._module, LightningModule)
+        return self._module.device
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.loss_scale.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loss_scale.load_state_dict(state_dict)
+
+    @override
+    def teardown(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._module, self._stand_ins, self._hooks, self._loss = None, None, [], None
+        self._kernels = nullcontext()
+        super().teardown()
+
+
+def _all_finite(gradients: list[Tensor]) -> bool:
+    if not gradients:
+        return True
+    found = torch.zeros((), device=gradients[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
+    return not found.item()
+
+
+def _check_loss_scale(dtype: str, loss_scale: float | str) -> None:
+    if loss_scale == "dynamic":
+        return
+    if isinstance(loss_scale, str) or not (math.isfinite(loss_scale) and loss_scale > 0):
+        raise ValueError(f"loss_scale must be 'dynamic' or a number above 0, got {loss_scale!r}")
+    if dtype == "bf16":
+        raise ValueError(
+            f"loss_scale={loss_scale!r} with dtype='bf16': BF16 has the range of FP32 and needs no loss scale; leave "
+            "loss_scale out, or use dtype='fp16'"
+        )
