@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tune-s", type=float, default=20.0)
+    parser.add_argument("--tune-s", type=float, default=30.0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
