@@ -163,7 +163,8 @@ def report(data: dict[str, Any]) -> str:
         "Training step on one device, SGD with momentum; median and 95 % interval of ratios inside a round.\n\n"
         f"{table(header, steps)}\n\n"
         "Bytes a parameter, from the tensors of a step of a net with 2.2 M parameters. Copies are what the backward\n"
-        "pass keeps of weights besides the parameters.\n\n"
+        "pass keeps of weights besides the parameters. On the wire: the strategy's own count, gradients times the\n"
+        "width of the wire's dtype; a test holds it against the tensors that the engine sends.\n\n"
         f"{table(['training', *columns], memory)}"
     )
 

@@ -2,7 +2,8 @@
 
     FP16 x FP16 --upcast, exact--> FP32 product, FP32 sum --round--> FP16
 
-torch has FP16 and BF16 kernels for every CPU, but without such units they are 20 to 40 times slower than FP32.
+torch has FP16 and BF16 kernels for every CPU, but without such units a training step is some 20 times
+slower than in FP32 (benchmarks/precision.py).
 """
 
 from collections.abc import Callable

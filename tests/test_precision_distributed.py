@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_fourmin import FourMinPrecision, FourMinStrategy
+from lightning_fourmin.comm.engine import Engine
 from parity import Net, digest, images, relative_error, weights
 from pool import RankPool
 from ranks import rank_env
@@ -87,26 +88,27 @@ def test_all_ranks_give_up_together(ranks: RankPool) -> None:
         assert "'features.0.weight'" in text
 
 
-def wire_bytes(wire_dtype: str | None) -> tuple[int, str]:
-    """What the engine puts on the wire a step, and the strategy's word for it."""
-    strategy = FourMinStrategy(wire_dtype=wire_dtype)
+def wire_bytes(wire_dtype: str | None) -> int:
+    """Bytes of the tensors that the engine hands to the collectives in one step, seen on their way."""
     seen: list[int] = []
-    register = strategy._register_ddp_hooks
+    prepare = Engine._prepare
 
-    def see() -> None:
-        register()
-        assert strategy.model is not None
-        seen.append(strategy._wire_bytes_a_step(strategy.model))
+    def see(engine: Engine, piece: Any) -> None:
+        prepare(engine, piece)
+        seen.append(piece.wire.nbytes)
 
-    strategy._register_ddp_hooks = see  # type: ignore[method-assign]
-    train(strategy, num_batches=1)
-    return seen[0], str(strategy.wire_dtype)
+    Engine._prepare = see  # type: ignore[method-assign]
+    try:
+        train(FourMinStrategy(wire_dtype=wire_dtype), num_batches=1)
+    finally:
+        Engine._prepare = prepare  # type: ignore[method-assign]
+    return sum(seen)
 
 
 def test_gradients_cross_the_wire_in_the_compute_dtype(ranks: RankPool) -> None:
     num_parameters = sum(p.numel() for p in Net().parameters())
-    assert ranks.run(wire_bytes, None, world=2)[0] == (2 * num_parameters, "torch.float16")
-    assert ranks.run(wire_bytes, "fp32", world=2)[0] == (4 * num_parameters, "torch.float32")
+    assert ranks.run(wire_bytes, None, world=2) == [2 * num_parameters] * 2
+    assert ranks.run(wire_bytes, "fp32", world=2) == [4 * num_parameters] * 2
 
 
 def train_both(net_type: type[LightningModule], strategy: dict[str, Any], **kwargs: Any) -> list[Tensor]:
