@@ -1,6 +1,6 @@
 """What a loader's worker does: turns tickets into batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,12 +10,12 @@ from typing_extensions import override
 from lightning_fourmin.data.deal import Ticket
 from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.order import Line, Stretches
-from lightning_fourmin.data.reader import LaneReader
+from lightning_fourmin.data.reader import stream_lane
 from lightning_fourmin.data.sample import Sample, ShardError
 
 Transform = Callable[[Sample, np.random.Generator], Any]
 """Makes of a sample what is collated to batches. The generator is seeded by (seed, epoch, sample)."""
-Collate = Callable[[Sequence[Any]], Any]
+Collate = Callable[[list[Any]], Any]
 OnError = Literal["raise", "skip"]
 
 
@@ -41,12 +41,12 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         on_error: OnError,
     ) -> None:
         self.split = split
+        self._folder = folder
         self.seed = seed
         self.window = window
         self._transform = transform
         self._collate = collate
         self._on_error = on_error
-        self._reader = LaneReader(split, folder)
         self._stream: Iterator[Sample | ShardError] = iter(())
         self._expected: tuple[int, Stretches, int] | None = None
         """Epoch, lane and place in it that the stream stands at."""
@@ -66,7 +66,7 @@ class ShardDataset(Dataset[Delivery | ShardError]):
 
     def _deliver(self, ticket: Ticket) -> Delivery:
         if self._expected != (ticket.epoch, ticket.lane, ticket.first):
-            self._stream = self._reader.stream(self.line(ticket.epoch), ticket.lane, ticket.first)
+            self._stream = stream_lane(self.split, self._folder, self.line(ticket.epoch), ticket.lane, ticket.first)
             self._good = None
         self._expected = None
         results: list[Any] = []

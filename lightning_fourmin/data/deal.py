@@ -1,4 +1,4 @@
-"""Who reads what of an epoch: the line goes to ranks, to their workers and into batches, and what is left can be dealt again.
+"""Who reads what of an epoch: its line is dealt to ranks, workers and batches, and what is left can be dealt again.
 
             rank 0                   |            rank 1
   worker 0        worker 1           |  worker 0        worker 1

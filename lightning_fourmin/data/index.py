@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,30 @@ class Shard:
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Width and height in pixels, each over all images of a split."""
+    """Width and height in pixels, each over all images."""
 
+    num_images: int
     smallest: tuple[int, int]
     mean: tuple[float, float]
     largest: tuple[int, int]
+
+    @classmethod
+    def of(cls, sizes: Sequence[tuple[int, int]]) -> "ImageSizes | None":
+        """None if there are no images."""
+        return cls.merged([cls(1, size, size, size) for size in sizes])
+
+    @classmethod
+    def merged(cls, parts: Iterable["ImageSizes | None"]) -> "ImageSizes | None":
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        num_images = sum(part.num_images for part in there)
+        smallest, largest = [
+            (pick(getattr(part, name)[0] for part in there), pick(getattr(part, name)[1] for part in there))
+            for name, pick in (("smallest", min), ("largest", max))
+        ]
+        mean = [sum(part.num_images * part.mean[axis] for part in there) / num_images for axis in (0, 1)]
+        return cls(num_images, smallest, (mean[0], mean[1]), largest)
 
 
 @dataclass(frozen=True)
@@ -111,8 +131,13 @@ def read_index(path: str) -> Index:
 
 
 def _parse_split(content: dict[str, Any]) -> Split:
-    sizes = content["image_sizes"]
     return Split(
-        shards=tuple(Shard(**shard) for shard in content["shards"]),
-        image_sizes=sizes and ImageSizes(**{name: tuple(size) for name, size in sizes.items()}),
+        shards=tuple(Shard(**shard) for shard in content["shards"]), image_sizes=parse_sizes(content["image_sizes"])
     )
+
+
+def parse_sizes(content: dict[str, Any] | None) -> ImageSizes | None:
+    if content is None:
+        return None
+    lists = {name: tuple(size) for name, size in content.items() if name != "num_images"}
+    return ImageSizes(num_images=content["num_images"], **lists)

@@ -1,4 +1,4 @@
-"""Loaders around torch's DataLoader: they know how far an epoch got, how long they made the loop wait, and what was skipped."""
+"""Loaders around torch's DataLoader that know how far an epoch got, how long the loop waited and what was skipped."""
 
 import logging
 import time
@@ -83,7 +83,7 @@ class ShardLoader(ABC):
             yield delivery
 
 
-def _as_it_is(delivery: Delivery | ShardError) -> Delivery | ShardError:
+def _as_it_is(delivery: Any) -> Any:
     return delivery
 
 
@@ -174,9 +174,9 @@ class TrainLoader(ShardLoader):
             for name, here in self._identity().items():
                 if state[name] != here:
                     raise ShardError(
-                        f"the checkpoint was written after {state['num_batches']} batches of epoch {state['epoch']} with "
-                        f"{name} {state[name]!r}, but this run has {here!r}: the rest of an epoch can only be read with "
-                        f"the same {name}; set it so, or resume from a checkpoint that was written at the end of an epoch"
+                        f"the checkpoint was written after {state['num_batches']} batches of epoch {state['epoch']} "
+                        f"with {name} {state[name]!r}, but this run has {here!r}: the rest of an epoch needs the same "
+                        f"{name}; set it so, or resume from a checkpoint of the end of an epoch"
                     )
         self._begin(state["epoch"])
         self._left = tuple(Stretch(*stretch) for stretch in state["left"])

@@ -62,7 +62,7 @@ def cut(stretches: Stretches, sizes: Sequence[int]) -> list[Stretches]:
 def permutation(num: int, *key: int) -> NDArray[np.int64]:
     """A permutation of range(num) that depends on the key alone.
 
-    Raw bits of a named generator are sorted because numpy promises those for ever, and not what its shuffles make of them.
+    Raw bits of a named generator are sorted: numpy promises that those never change, but not what it makes of them.
     """
     bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num)
     return np.argsort(bits, kind="stable")

@@ -4,8 +4,9 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from operator import attrgetter
+from typing import IO
 
 from webdataset.tariterators import base_plus_ext
 
@@ -18,18 +19,15 @@ from lightning_fourmin.data.sources import is_url, joined_location, open_source
 class TarCursor:
     """Goes through the samples of one shard, forwards only; a sample that is passed over costs its headers."""
 
-    def __init__(self, location: str, name: str) -> None:
+    def __init__(self, file: IO[bytes], name: str, *, seeks: bool) -> None:
         self._name = name
         self.position = 0
         """Samples passed."""
+        self._file = file
         self._failure: ShardError | None = None
         try:
-            self._file = open_source(location)
-        except OSError as error:
-            raise ShardError(f"{name} cannot be opened: {error}") from error
-        try:
-            # A pipe cannot seek: there tarfile reads what is passed over.
-            self._tar = tarfile.open(fileobj=self._file, mode="r|" if is_url(location) else "r:")  # noqa: SIM115
+            # A stream cannot seek: there tarfile reads what is passed over.
+            self._tar = tarfile.open(fileobj=file, mode="r:" if seeks else "r|")  # noqa: SIM115
         except (tarfile.TarError, OSError) as error:
             self.close()
             raise ShardError(f"{name} is not a tar file: {error}") from error
@@ -69,10 +67,11 @@ class TarCursor:
 
     def samples(self) -> Iterator[Sample | ShardError]:
         """All samples that are left; what cannot be read comes as the error."""
-        while self._next is not None:
+        while self._next is not None or self._failure is not None:
             try:
                 yield self.read(self.position, self.position)
             except ShardError as error:
+                self._failure = None
                 yield error
 
     def _data(self, info: tarfile.TarInfo) -> bytes:
@@ -110,8 +109,21 @@ def _key(info: tarfile.TarInfo) -> str:
     return base_plus_ext(info.name)[0] or ""
 
 
-class LaneReader:
-    """Streams the samples of lanes of one split; what cannot be read comes as the error, in its place."""
+def stream_lane(split: Split, folder: str, line: Line, lane: Stretches, first: int) -> Iterator[Sample | ShardError]:
+    """The samples of a lane from its `first` on, in the order of the line; what cannot be read comes as the error.
+
+    Each window is read in the order of the shards, and held until its last sample has been asked for.
+    """
+    with closing(_OpenShard(split, folder)) as reader:
+        for stretch in line.by_window(cut(lane, [first, num_positions(lane) - first])[1]):
+            places = line.places(stretch)
+            held = {place.turn: reader.read(place) for place in sorted(places, key=attrgetter("turn"))}
+            for place in places:
+                yield held.pop(place.turn)
+
+
+class _OpenShard:
+    """Reads samples at places that mostly follow each other; one shard is open at a time."""
 
     def __init__(self, split: Split, folder: str) -> None:
         self._split = split
@@ -119,25 +131,18 @@ class LaneReader:
         self._shard = -1
         self._cursor: TarCursor | ShardError | None = None
 
-    def stream(self, line: Line, lane: Stretches, first: int) -> Iterator[Sample | ShardError]:
-        """The samples of a lane from its `first` on, in the order of the line.
+    def close(self) -> None:
+        if isinstance(self._cursor, TarCursor):
+            self._cursor.close()
 
-        Each window is read in the order of the shards, and held until its last sample has been asked for.
-        """
-        for stretch in line.by_window(cut(lane, [first, num_positions(lane) - first])[1]):
-            places = line.places(stretch)
-            held = {place.turn: self._read(place) for place in sorted(places, key=attrgetter("turn"))}
-            for place in places:
-                yield held.pop(place.turn)
-
-    def _read(self, place: Place) -> Sample | ShardError:
+    def read(self, place: Place) -> Sample | ShardError:
         cursor = self._cursor
         if self._shard != place.shard or (isinstance(cursor, TarCursor) and cursor.position > place.position):
-            if isinstance(cursor, TarCursor):
-                cursor.close()
+            self.close()
             self._shard = place.shard
             cursor = self._cursor = self._open(place.shard)
-        if isinstance(cursor, ShardError):
+        if not isinstance(cursor, TarCursor):
+            assert cursor is not None
             return cursor
         try:
             return cursor.read(place.position, place.number)
@@ -150,10 +155,10 @@ class LaneReader:
         try:
             if not is_url(location) and (num_bytes := os.path.getsize(location)) != shard.num_bytes:
                 return ShardError(
-                    f"{shard.name} has {num_bytes} bytes, but the index says {shard.num_bytes}: the shard is truncated or "
-                    "the index is not its own; check with `fourmin verify`"
+                    f"{shard.name} has {num_bytes} bytes, but the index says {shard.num_bytes}: the shard is truncated "
+                    "or the index is not its own; check with `fourmin verify`"
                 )
-            return TarCursor(location, shard.name)
+            return TarCursor(open_source(location), shard.name, seeks=not is_url(location))
         except OSError as error:
             return ShardError(f"{shard.name} cannot be opened: {error}")
         except ShardError as error:

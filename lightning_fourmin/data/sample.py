@@ -2,8 +2,9 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,38 +41,43 @@ class Sample:
         return self._member(field).data
 
     def text(self, field: str = "txt") -> str:
-        return self._read(field, "UTF-8 text", lambda data: data.decode())
+        return str(self._read(field, "UTF-8 text", bytes.decode))
 
     def json(self, field: str = "json") -> Any:
         return self._read(field, "JSON", json.loads)
 
     def integer(self, field: str = "cls") -> int:
-        return self._read(field, "an integer", int)
+        return int(self._read(field, "an integer", int))
 
     def numpy(self, field: str = "npy") -> NDArray[Any]:
-        return self._read(field, "a NumPy array", lambda data: np.load(io.BytesIO(data), allow_pickle=False))
+        return np.asarray(
+            self._read(field, "a NumPy array", lambda data: np.load(io.BytesIO(data), allow_pickle=False))
+        )
 
     def label(self, num_classes: int) -> int:
-        """The integer in field cls; checked against the classes if there are any."""
+        """The integer in field cls, which must be a class if their number is known (not 0)."""
         label = self.integer()
         if num_classes and not 0 <= label < num_classes:
-            self.fail("cls", f"has class {label}, but the index has classes 0 to {num_classes - 1}")
+            raise self.fault("cls", f"has class {label}, but the index has classes 0 to {num_classes - 1}")
         return label
 
-    def fail(self, field: str, fault: str) -> NoReturn:
-        """Raises a ShardError about a field."""
+    def fault(self, field: str, what: str) -> ShardError:
+        """An error that says what is wrong with a field, and where that lies."""
         member = self._member(field)
-        raise ShardError(f"{self.shard}: member {member.name} at offset {member.offset} {fault}")
+        return ShardError(f"{self.shard}: member {member.name} at offset {member.offset} {what}")
+
+    @property
+    def place(self) -> str:
+        """Where the sample lies."""
+        return f"{self.shard}: sample {self.key} at offset {next(iter(self.members.values())).offset}"
 
     def _member(self, field: str) -> Member:
         if field not in self.members:
-            fields = ", ".join(self.members)
-            offset = next(iter(self.members.values())).offset
-            raise ShardError(f"{self.shard}: sample {self.key} at offset {offset} has no field {field} (it has {fields})")
+            raise ShardError(f"{self.place} has no field {field} (it has {', '.join(self.members)})")
         return self.members[field]
 
-    def _read(self, field: str, kind: str, reader: Any) -> Any:
+    def _read(self, field: str, kind: str, reader: Callable[[bytes], Any]) -> Any:
         try:
             return reader(self[field])
         except (ValueError, EOFError) as error:
-            self.fail(field, f"is not {kind}: {error}")
+            raise self.fault(field, f"is not {kind}: {error}") from error
