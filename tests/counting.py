@@ -1,0 +1,41 @@
+"""A LightningModule that remembers the samples it saw, for tests of what is read when."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_fourmin import ShardDataModule
+from shards import number_of
+
+
+class Counting(LightningModule):
+    """Trains on the numbers that `shards.write_numbers` wrote."""
+
+    def __init__(self, reads_estimate: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self._reads_estimate = reads_estimate
+        self.seen: list[tuple[int, list[int]]] = []
+        """Epoch and samples of each batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append((self.current_epoch, batch.tolist()))
+        return (self.net(batch.float().unsqueeze(1) / 10) - 1).pow(2).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        correct = (batch % 3 == 0).float().mean()
+        self.log("top1", correct, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self._reads_estimate:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def numbers_module(path: str, batch_size: int, **kwargs: Any) -> ShardDataModule:
+    defaults = {"num_workers": 0, "window": 8, "val_split": "train"}
+    return ShardDataModule(
+        path, batch_size, train_transform=number_of, eval_transform=number_of, **defaults | kwargs
+    )

@@ -1,0 +1,83 @@
+"""The command line: verbs as users type them, errors as one sentence and exit code 1."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+
+from lightning_fourmin.app.verb import CONF
+from lightning_fourmin.data.datamodule import ShardDataModule
+from shards import jpeg
+
+FOURMIN = "import sys; sys.argv[0] = 'fourmin'; from lightning_fourmin.app import main; main()"
+
+
+def fourmin(*arguments: str, cwd: Path) -> tuple[int, str, str]:
+    """Exit code and what was printed."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", FOURMIN, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_pack_and_verify(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(3):
+            (tmp_path / "images" / name / f"{number}.jpg").write_bytes(jpeg(9, 9, number))
+    code, output, errors = fourmin("pack", "src=images", "out=shards", "shard_count=2", "num_workers=1", cwd=tmp_path)
+    assert code == 0, errors
+    assert output == "shards: split train has 6 images in 2 shards, 0.0 MB\n"
+    assert "6/6" in errors
+    code, output, _ = fourmin("verify", "path=shards", "decode=true", "num_workers=1", cwd=tmp_path)
+    assert (code, output) == (0, "split train: 6 samples in 2 shards, 0.0 MB\nno faults\n")
+    shard = tmp_path / "shards" / "train-000001.tar"
+    shard.write_bytes(shard.read_bytes()[:-1024])
+    code, _, errors = fourmin("verify", "path=shards", "num_workers=1", cwd=tmp_path)
+    assert code == 1
+    assert "train-000001.tar has num_bytes" in errors
+    assert errors.endswith("fourmin verify: shards has 2 faults\n")
+    assert "Traceback" not in errors
+    # Hydra leaves nothing behind.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pack"], "fourmin pack: out, src: not given; `fourmin pack --help` lists the keys\n"),
+        (["pack", "src=nowhere", "out=x"], "fourmin pack: src=nowhere is not a folder\n"),
+        (["verify", "path=nowhere"], "fourmin verify: nowhere/index.json does not exist: pack the shards with"),
+        (["pack", "src=.", "out=x", "seed=many"], "fourmin pack: seed: Value 'many' of type 'str' could not be converted"),
+        (["pack", "shards=3"], "Could not override 'shards'."),
+    ],
+)
+def test_errors_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    code, _, errors = fourmin(*arguments, cwd=tmp_path)
+    assert code == 1
+    assert errors.startswith(message)
+    assert "Traceback" not in errors
+
+
+def test_help(tmp_path: Path) -> None:
+    code, output, _ = fourmin(cwd=tmp_path)
+    assert code == 0
+    assert "pack     image folder -> tar shards with an index" in output
+    code, output, _ = fourmin("verify", "--help", cwd=tmp_path)
+    assert code == 0
+    assert output.startswith("fourmin verify is powered by Hydra.")
+    assert "decode: false" in output
+    code, _, errors = fourmin("fly", cwd=tmp_path)
+    assert code == 2
+    assert "invalid choice: 'fly' (choose from 'pack', 'verify')" in errors
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "data").glob("*.yaml")))
+def test_data_configs_make_data_modules(name: str) -> None:
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose(overrides=[f"+data={name}", "data.path=digits"])
+    assert isinstance(hydra.utils.instantiate(config.data), ShardDataModule)
