@@ -1,6 +1,6 @@
 """Reading shards: images a second of one core, memory over many epochs, time to resume late in a large epoch.
 
-Example: .venv/bin/python benchmarks/data.py IMAGES     # a folder with one folder a class, such as 200 images of ImageNet
+Example: .venv/bin/python benchmarks/data.py IMAGES     # a folder with one folder a class, e.g. images of ImageNet
 """
 
 import argparse
@@ -85,9 +85,7 @@ def loader(folder: Path, split: Split, deal: Deal, num_workers: int = 0, window:
     dataset = ShardDataset(
         split, str(folder), seed=0, window=window, transform=transform, collate=default_collate, on_error="raise"
     )
-    return TrainLoader(
-        dataset, deal, 0, remainder="wrap", num_workers=num_workers, prefetch_factor=2, pin_memory=False
-    )
+    return TrainLoader(dataset, deal, 0, remainder="wrap", num_workers=num_workers, prefetch_factor=2, pin_memory=False)
 
 
 def our_loader(folder: Path) -> Callable[[], None]:
@@ -164,8 +162,8 @@ def memory(folder: Path) -> tuple[list[float], str]:
         found.append(memory_mb())
     early, late = statistics.median(found[2:7]), statistics.median(found[-5:])
     text = (
-        f"Memory of the loop and its worker over {NUM_EPOCHS} epochs: {early:.0f} MB in epochs 3 to 7, {late:.0f} MB in "
-        f"the last 5 (goal: at most {LARGEST_GROWTH:g}x, {'met' if late <= LARGEST_GROWTH * early else 'missed'})."
+        f"Memory of the loop and its worker over {NUM_EPOCHS} epochs: {early:.0f} MB in epochs 3 to 7, {late:.0f} MB "
+        f"in the last 5 (goal: at most {LARGEST_GROWTH:g}x, {'met' if late <= LARGEST_GROWTH * early else 'missed'})."
     )
     return found, text
 
@@ -180,7 +178,9 @@ def resume(folder: Path) -> tuple[list[float], str]:
         links = [f"train-{number:06d}.tar" for number in range(num_shards)]
         for link in links:
             (large / link).symlink_to(folder / shards[0].name)
-        entries = [type(shards[0])(link, shards[0].num_samples, shards[0].num_bytes, shards[0].sha256) for link in links]
+        entries = [
+            type(shards[0])(link, shards[0].num_samples, shards[0].num_bytes, shards[0].sha256) for link in links
+        ]
         Index((), {"train": Split(tuple(entries), None)}).write(large)
         deal = Deal(8, BATCH_SIZE, 4)
         split = read_index(str(large)).splits["train"]
@@ -199,8 +199,8 @@ def resume(folder: Path) -> tuple[list[float], str]:
             del batches, fresh
     found = estimate(seconds)
     text = (
-        f"Resume after 90 % of an epoch of {split.num_samples:,} samples, rank 0 of 8 with 4 workers: first batch after "
-        f"{found} s (goal: under {LARGEST_RESUME_S:g} s, {'met' if found.low < LARGEST_RESUME_S else 'missed'})."
+        f"Resume after 90 % of an epoch of {split.num_samples:,} samples, rank 0 of 8 with 4 workers: first batch "
+        f"after {found} s (goal: under {LARGEST_RESUME_S:g} s, {'met' if found.low < LARGEST_RESUME_S else 'missed'})."
     )
     return seconds, text
 

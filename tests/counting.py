@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_fourmin import ShardDataModule
 from shards import number_of
@@ -16,6 +17,7 @@ class Counting(LightningModule):
     def __init__(self, reads_estimate: bool = False) -> None:
         super().__init__()
         self.net = nn.Linear(1, 1)
+        self.top1 = MeanMetric()
         self._reads_estimate = reads_estimate
         self.seen: list[tuple[int, list[int]]] = []
         """Epoch and samples of each batch."""
@@ -25,8 +27,11 @@ class Counting(LightningModule):
         return (self.net(batch.float().unsqueeze(1) / 10) - 1).pow(2).mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        correct = (batch % 3 == 0).float().mean()
-        self.log("top1", correct, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
+        correct = (batch % 3 == 0).float()
+        self.top1(correct)
+        self.log("top1", self.top1, on_step=False, on_epoch=True, batch_size=len(batch))
+        # Summed over the ranks after each batch: hangs if their numbers of batches differ.
+        self.log("mean", correct.mean(), on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self._reads_estimate:
@@ -36,6 +41,4 @@ class Counting(LightningModule):
 
 def numbers_module(path: str, batch_size: int, **kwargs: Any) -> ShardDataModule:
     defaults = {"num_workers": 0, "window": 8, "val_split": "train"}
-    return ShardDataModule(
-        path, batch_size, train_transform=number_of, eval_transform=number_of, **defaults | kwargs
-    )
+    return ShardDataModule(path, batch_size, train_transform=number_of, eval_transform=number_of, **defaults | kwargs)

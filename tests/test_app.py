@@ -52,7 +52,10 @@ def test_pack_and_verify(tmp_path: Path) -> None:
         (["pack"], "fourmin pack: out, src: not given; `fourmin pack --help` lists the keys\n"),
         (["pack", "src=nowhere", "out=x"], "fourmin pack: src=nowhere is not a folder\n"),
         (["verify", "path=nowhere"], "fourmin verify: nowhere/index.json does not exist: pack the shards with"),
-        (["pack", "src=.", "out=x", "seed=many"], "fourmin pack: seed: Value 'many' of type 'str' could not be converted"),
+        (
+            ["pack", "src=.", "out=x", "seed=many"],
+            "fourmin pack: seed: Value 'many' of type 'str' could not be converted",
+        ),
         (["pack", "shards=3"], "Could not override 'shards'."),
     ],
 )

@@ -1,4 +1,4 @@
-"""Damaged data while loading: the error names shard, member and offset, or another sample stands in for the damaged one."""
+"""Damaged data while loading: the error names shard, member and offset, or another sample stands in."""
 
 import io
 import logging
@@ -97,7 +97,7 @@ def test_bad_first_samples_are_stood_in_for_by_later_ones(tmp_path: Path) -> Non
 def test_a_batch_without_any_good_sample(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "train-0.tar", [{"__key__": f"bad{number}", "cls": 1} for number in range(3)])
     Index((), {"train": Split((shard,), None)}).write(tmp_path)
-    with pytest.raises(ShardError, match="has no field jpg .*no sample of its batch is good, so none can stand in"):
+    with pytest.raises(ShardError, match=r"has no field jpg .*no sample of its batch is good, so none can stand in"):
         list(loader(tmp_path, on_error="skip"))
 
 
@@ -119,8 +119,8 @@ SHARD_DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (lambda folder: (folder / "train-0.tar").unlink(), "train-0.tar cannot be opened: .*No such file"),
     "another": (
         exchange,
-        r"train-0.tar ends after 2 samples, at offset \d+, but the index has more: the shard is damaged or the index is "
-        "not its own; check with `fourmin verify`",
+        r"train-0.tar ends after 2 samples, at offset \d+, but the index has more: the shard is damaged or the index "
+        "is not its own; check with `fourmin verify`",
     ),
 }
 
@@ -168,7 +168,7 @@ def test_errors_of_the_transform_say_where(tmp_path: Path) -> None:
     assert caught.value.__notes__ == ["in the transform of sample 000002 of train-000000.tar"]
     found = loader(tmp_path, transform=fails, on_error="skip")
     assert [number for batch in found for number in batch.tolist()] == [0, 1, 1, 3, 4, 5]
-    with pytest.raises(ZeroDivisionError, match="in the transform of sample 000002 of train-000000.tar"):
+    with pytest.raises(ZeroDivisionError, match=r"in the transform of sample 000002 of train-000000.tar"):
         list(loader(tmp_path, transform=fails, num_workers=1))
 
 

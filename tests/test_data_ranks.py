@@ -70,19 +70,23 @@ def test_resume_on_the_same_and_on_another_number_of_ranks(ranks: RankPool, path
     assert sorted(numbers(third, epoch=1)) == sorted(numbers(whole, epoch=1))
 
 
-def evaluate(strategy: str, path: str, batch_size: int) -> float:
+def evaluate(strategy: str, path: str, batch_size: int) -> tuple[float, float]:
+    """Accuracy by torchmetrics, and as Lightning averages logged values."""
     trainer = rank_trainer(strategy)
     (metrics,) = trainer.validate(Counting(), numbers_module(path, batch_size, num_workers=0), verbose=False)
-    return float(metrics["top1_epoch"])
+    return metrics["top1"], metrics["mean_epoch"]
 
 
 @pytest.mark.parametrize("strategy", ["fourmin", "ddp"])
 @pytest.mark.parametrize("batch_size", [2, 4, 7])
 def test_evaluation_on_ranks_is_exact(ranks: RankPool, path: str, strategy: str, batch_size: int) -> None:
-    """Also with a metric that all ranks sum after each batch, which hangs if their numbers of batches differ."""
     (alone,) = ranks.run(evaluate, strategy, path, batch_size, world=1)
-    assert alone == pytest.approx(10 / 30)
-    assert ranks.run(evaluate, strategy, path, batch_size, nodes=[3, 1]) == pytest.approx([alone] * 4)
+    assert alone == pytest.approx((10 / 30, 10 / 30))
+    for top1, mean in ranks.run(evaluate, strategy, path, batch_size, nodes=[3, 1]):
+        assert top1 == alone[0]
+        # With ddp it is not: there Lightning rounds the mean number of samples a rank, 7.5 here.
+        if strategy == "fourmin":
+            assert mean == pytest.approx(alone[1])
 
 
 def evaluate_error(path: str) -> str:

@@ -1,6 +1,7 @@
 """Loaders over real shards: every sample once, the same line for any ranks and workers, states that go on anywhere."""
 
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.deal import Deal
 from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.loader import EvalLoader, TrainLoader
+from lightning_fourmin.data.order import Stretch
 from lightning_fourmin.data.sample import Sample, ShardError
 from shards import number_of, write_numbers
 
@@ -216,6 +218,12 @@ def test_the_rest_of_an_epoch_needs_the_same_data(split: Split, folder: Path, tm
     other = write_numbers(tmp_path, [NUM_SAMPLES])
     with pytest.raises(ShardError, match=r"with data '\w+', but this run has"):
         train_loader(other, tmp_path).load_state_dict(loader.state_dict())
+
+
+def test_workers_may_be_spawned(split: Split, folder: Path) -> None:
+    data = pickle.loads(pickle.dumps(dataset(split, folder)))
+    ticket = next(ONE_RANK.train((Stretch(0, 8),), 0).tickets(0))
+    assert data[ticket].batch.tolist() == take(train_loader(split, folder), 1)[0]
 
 
 def draw(sample: Sample, rng: np.random.Generator) -> torch.Tensor:

@@ -141,7 +141,7 @@ def test_splits_share_a_folder_and_its_classes(images: Path, tmp_path: Path) -> 
     assert index.classes == CLASSES
     assert samples(tmp_path)[-1]["cls"] == b"2"
     (val.parent / "yak").mkdir()
-    with pytest.raises(ShardError, match="class 'yak' of .* is not among the 3 classes of"):
+    with pytest.raises(ShardError, match=r"class 'yak' of .* is not among the 3 classes of"):
         pack(PackOptions(val.parent, tmp_path, split="test"))
 
 

@@ -40,7 +40,13 @@ def test_decode_like_pillow(mode: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("least", "size"),
-    [((0, 0), (300, 400)), ((400, 300), (300, 400)), ((201, 10), (300, 400)), ((190, 140), (150, 200)), ((50, 37), (38, 50))],
+    [
+        ((0, 0), (300, 400)),
+        ((400, 300), (300, 400)),
+        ((201, 10), (300, 400)),
+        ((190, 140), (150, 200)),
+        ((50, 37), (38, 50)),
+    ],
 )
 def test_a_jpeg_is_decoded_no_larger_than_needed(least: tuple[int, int], size: tuple[int, int]) -> None:
     pixels = decode(jpeg(400, 300), *least)
@@ -51,7 +57,7 @@ def test_a_jpeg_is_decoded_no_larger_than_needed(least: tuple[int, int], size: t
 
 @pytest.mark.parametrize("data", [b"", b"nothing", jpeg(99, 99)[:200], jpeg(99, 99)[:-300]])
 def test_damaged_images(data: bytes) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"cannot identify|truncated|[Tt]runcated"):
         decode(data)
 
 

@@ -1,4 +1,4 @@
-"""`fourmin verify`: finds every fault and says where it is; makes the index of anyone's shards, local or behind URLs."""
+"""`fourmin verify`: finds every fault and says where it is; makes the index of shards, local or behind URLs."""
 
 import functools
 import http.server
@@ -223,10 +223,12 @@ def test_shards_behind_urls(server: str, tmp_path: Path, kind: str) -> None:
         assert check(server).faults == ()
         assert numbers(server) == list(range(11))
         (served / "train-000001.tar").write_bytes((served / "train-000001.tar").read_bytes()[:3000])
-        with pytest.raises(ShardError, match=r"train-000001.tar: the member at offset \d+ cannot be read: unexpected end"):
+        with pytest.raises(
+            ShardError, match=r"train-000001.tar: the member at offset \d+ cannot be read: unexpected end"
+        ):
             numbers(server)
         (served / "train-000001.tar").unlink()
-        with pytest.raises(ShardError, match="train-000001.tar"):
+        with pytest.raises(ShardError, match=r"train-000001.tar"):
             numbers(server)
 
 

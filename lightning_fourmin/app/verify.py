@@ -15,7 +15,10 @@ def _verify(options: VerifyOptions) -> None:
     for fault in report.faults:
         print(fault, file=sys.stderr)
     for name, split in report.index.splits.items():
-        print(f"split {name}: {split.num_samples:,} samples in {len(split.shards)} shards, {split.num_bytes / 1e6:,.1f} MB")
+        print(
+            f"split {name}: {split.num_samples:,} samples in {len(split.shards)} shards, "
+            f"{split.num_bytes / 1e6:,.1f} MB"
+        )
     if report.faults:
         print(f"fourmin verify: {options.path} has {len(report.faults)} faults", file=sys.stderr)
         sys.exit(1)

@@ -64,34 +64,25 @@ class _Watched:
 
 def check_shard(task: CheckTask) -> Checked:
     """Reads the whole shard once."""
-    faults: list[str] = []
     seen = _Seen(task)
-    file: _Watched | None = None
+    faults: list[str] = []
+    shard = Shard(task.name, 0, 0, "")
     try:
         file = _Watched(open_source(task.location))
         cursor = TarCursor(cast(IO[bytes], file), task.name, seeks=False)
         for sample in cursor.samples():
-            if isinstance(sample, ShardError):
-                faults.append(str(sample))
-            else:
-                faults += seen.check(sample)
+            faults += [str(sample)] if isinstance(sample, ShardError) else seen.check(sample)
             count_one()
         while file.read(BLOCK_BYTES):
             pass
-        faults += _check_end(task.name, cursor.offset, file)
-        cursor.close()
-    except (OSError, ShardError) as error:
-        faults.append(str(error) if isinstance(error, ShardError) else f"{task.name} cannot be read: {error}")
-    shard = Shard(task.name, seen.num_samples, file.num_bytes if file else 0, file.sha256.hexdigest() if file else "")
-    if not shard.num_samples and not faults:
-        faults.append(f"{task.name} is empty: it has no samples")
-    if task.expected is not None:
-        faults += [
-            f"{task.name} has {name} {getattr(shard, name)}, but the index says {getattr(task.expected, name)}"
-            for name in ("num_samples", "num_bytes", "sha256")
-            if getattr(shard, name) != getattr(task.expected, name)
-        ]
-    return Checked(shard, ImageSizes.of(seen.sizes), seen.largest_label, (*faults, *seen.unpaired()))
+        file.close()
+        shard = Shard(task.name, seen.num_samples, file.num_bytes, file.sha256.hexdigest())
+        faults += [*seen.unpaired(), *_check_end(task.name, cursor.offset, file), *_compare(shard, task.expected)]
+    except ShardError as error:
+        faults.append(str(error))
+    except OSError as error:
+        faults.append(f"{task.name} cannot be read: {error}")
+    return Checked(shard, ImageSizes.of(seen.sizes), seen.largest_label, tuple(faults))
 
 
 def _check_end(name: str, offset: int, file: _Watched) -> list[str]:
@@ -100,6 +91,17 @@ def _check_end(name: str, offset: int, file: _Watched) -> list[str]:
     if file.num_bytes < offset + TAR_BLOCK_BYTES:
         return [f"{name} is truncated: it has no end mark at offset {offset}"]
     return []
+
+
+def _compare(shard: Shard, expected: Shard | None) -> list[str]:
+    faults = [] if shard.num_samples else [f"{shard.name} is empty: it has no samples"]
+    if expected is not None:
+        faults += [
+            f"{shard.name} has {name} {getattr(shard, name)}, but the index says {getattr(expected, name)}"
+            for name in ("num_samples", "num_bytes", "sha256")
+            if getattr(shard, name) != getattr(expected, name)
+        ]
+    return faults
 
 
 class _Seen:

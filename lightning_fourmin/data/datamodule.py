@@ -23,7 +23,7 @@ LoaderType = TypeVar("LoaderType", bound=ShardLoader)
 
 
 class ShardDataModule(LightningDataModule):
-    """Trains and evaluates on tar shards that have an index: every sample once, on any number of ranks, resumed anywhere.
+    """Tar shards with an index for training and evaluation: every sample once on any number of ranks, resumed anywhere.
 
     Batches are (images, labels) unless transforms of your own make something else. Images travel to the device as bytes
     and are normalised there. Workers read one piece of the epoch's order each, so the batches depend on `num_workers`,
@@ -44,7 +44,7 @@ class ShardDataModule(LightningDataModule):
         remainder: what happens to the samples of an epoch that fill no global batch: "drop", or "wrap" to fill it with
             the first ones of the epoch.
         on_error: "raise" on damaged samples, or "skip": others stand in for them, counted and logged.
-        collate: makes a batch of a list of results.
+        collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
         mean, std: of the images' channels, between 0 and 1.
     """
 
@@ -99,13 +99,13 @@ class ShardDataModule(LightningDataModule):
         self._remainder: Remainder = remainder
         self._on_error: OnError = on_error
         self._collate = collate
-        self._mean, self._std = mean, std
+        self._mean, self._std = tuple(mean), tuple(std)
         self._index: Index | None = None
         self._train_loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
         """What a checkpoint said, until the loader is made."""
         self._waited_s, self._num_waits = 0.0, 0
-        """Of the train loader, up to the last time they were logged."""
+        """Waiting of the train loader that is logged, and batches since."""
         self._scale = self._shift = torch.empty(0)
         """What the pixels are multiplied with and what is added then, on the device of the last batch."""
 
@@ -133,7 +133,7 @@ class ShardDataModule(LightningDataModule):
     @override
     def prepare_data(self) -> None:
         if self.path == DIGITS:
-            digits_folder(write=True)
+            digits_folder()
 
     @override
     def setup(self, stage: str) -> None:
@@ -148,6 +148,7 @@ class ShardDataModule(LightningDataModule):
             loader.load_state_dict(self._state)
             self._state = None
         self._train_loader = loader
+        self._waited_s, self._num_waits = 0.0, 0
         return loader
 
     @override
@@ -162,7 +163,7 @@ class ShardDataModule(LightningDataModule):
     def predict_dataloader(self) -> EvalLoader:
         return self.test_dataloader()
 
-    # Lightning restores the loader's own state too, but not if `trainer.estimated_stepping_batches` was asked for before.
+    # Lightning restores the loader's own state too, but not after `trainer.estimated_stepping_batches` was asked for.
     @override
     def state_dict(self) -> dict[str, Any]:
         return self._train_loader.state_dict() if self._train_loader is not None else {}

@@ -1,6 +1,8 @@
 """Images out of bytes: JPEG decoded no larger than needed, everything else by Pillow; resized by torch."""
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import simplejpeg
@@ -22,7 +24,8 @@ def image_size(data: bytes) -> tuple[int, int]:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         return width, height
     except ValueError:
-        return _pillow(data).size
+        with _damage_as_value_error():
+            return Image.open(io.BytesIO(data)).size
 
 
 def decode(data: bytes, min_width: int = 0, min_height: int = 0) -> Pixels:
@@ -40,8 +43,9 @@ def decode(data: bytes, min_width: int = 0, min_height: int = 0) -> Pixels:
     except ValueError:
         # Not a JPEG, or one with a slight fault: Pillow has the last word.
         pass
-    # A copy, because torch minds arrays that cannot be written to.
-    return np.array(_pillow(data).convert("RGB"))
+    with _damage_as_value_error():
+        # A copy, because torch minds arrays that cannot be written to.
+        return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
 def resized(pixels: Pixels, width: int, height: int) -> Pixels:
@@ -53,10 +57,9 @@ def resized(pixels: Pixels, width: int, height: int) -> Pixels:
     return result
 
 
-def _pillow(data: bytes) -> Image.Image:
+@contextmanager
+def _damage_as_value_error() -> Iterator[None]:
     try:
-        image = Image.open(io.BytesIO(data))
-        image.load()
-        return image
+        yield
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from error

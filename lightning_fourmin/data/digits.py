@@ -19,11 +19,11 @@ SHARD_SIZE = 240
 NUM_SIDE = 8
 
 
-def digits_folder(*, write: bool = False) -> Path:
-    """Where the shards lie; with `write` they are there when it returns."""
+def digits_folder() -> Path:
+    """Where the shards lie; writes them if they are not there."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "lightning_fourmin" / DIGITS
-    if write and not folder.exists():
+    if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Complete before it gets its name: another process may be looking.
         partial = Path(tempfile.mkdtemp(prefix=f".{DIGITS}-", dir=folder.parent))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from braceexpand import braceexpand
+from webdataset.shardlists import expand_urls
 
-from lightning_fourmin.data.check import CheckTask, Checked, check_shard
+from lightning_fourmin.data.check import Checked, CheckTask, check_shard
 from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
 from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.sources import is_url, joined_location
@@ -23,7 +23,7 @@ class VerifyOptions:
     """What to check and how."""
 
     path: str
-    """Folder or URL with an index; without an index also URLs of shards, such as http://host/train-{000..146}.tar."""
+    """Folder or URL with an index; without an index also URLs of shards: http://host/train-{000..146}.tar."""
     index: bool = False
     """Makes the index of shards that have none."""
     out: Path | None = None
@@ -100,7 +100,7 @@ def _make_index(options: VerifyOptions) -> Report:
 def _find(options: VerifyOptions) -> dict[str, list[str]]:
     """Names of shards by split."""
     if is_url(options.path):
-        names = list(braceexpand(options.path))
+        names = expand_urls(options.path)
     else:
         names = sorted(path.name for path in Path(options.path).glob("*.tar"))
     if not names:

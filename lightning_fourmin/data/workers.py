@@ -48,7 +48,12 @@ def _start_worker(num_done: "Synchronized[int]") -> None:
 
 
 def run_tasks(
-    work: Callable[[_Task], _Result], tasks: Sequence[_Task], *, num_workers: int | None, label: str, num_samples: int | None
+    work: Callable[[_Task], _Result],
+    tasks: Sequence[_Task],
+    *,
+    num_workers: int | None,
+    label: str,
+    num_samples: int | None,
 ) -> Iterator[tuple[_Task, _Result]]:
     """Calls `work` for each task in a pool; gives the results as they come, and shows how many samples are done."""
     if not tasks:
@@ -61,7 +66,9 @@ def run_tasks(
         _Rate(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    pool = ProcessPoolExecutor(min(num_workers or os.cpu_count() or 1, len(tasks)), initializer=_start_worker, initargs=(num_done,))
+    pool = ProcessPoolExecutor(
+        min(num_workers or os.cpu_count() or 1, len(tasks)), initializer=_start_worker, initargs=(num_done,)
+    )
     try:
         # Before the progress bar: it has a thread, and processes are better forked without.
         futures = {pool.submit(work, task): task for task in tasks}

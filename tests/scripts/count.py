@@ -1,11 +1,10 @@
-"""A training script that is killed: `count.py shards run_dir` prints each batch's samples, saves each step, resumes."""
+"""A training script that may be killed: `count.py shards checkpoint` prints what each step saw, saves, resumes."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from counting import Counting, numbers_module
 from ranks import set_warning_filters
@@ -13,27 +12,33 @@ from ranks import set_warning_filters
 set_warning_filters()
 
 
-class Report(Callback):
+class Save(Callback):
+    """Prints what a step saw, then saves."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         assert isinstance(module, Counting)
         epoch, numbers = module.seen[-1]
         print("step", trainer.global_step, epoch, *numbers, flush=True)
+        trainer.save_checkpoint(self._path)
 
 
-def main(path: str, directory: str) -> None:
+def main(shards: str, checkpoint: str) -> None:
+    path = Path(checkpoint)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         max_epochs=2,
         limit_val_batches=0,
         logger=False,
+        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Report(), ModelCheckpoint(directory, "last", every_n_train_steps=1, enable_version_counter=False)],
+        callbacks=[Save(path)],
     )
-    last = Path(directory) / "last.ckpt"
-    data = numbers_module(path, 2, num_workers=2)
-    trainer.fit(Counting(), data, ckpt_path=last if last.exists() else None)
+    trainer.fit(Counting(), numbers_module(shards, 2, num_workers=2), ckpt_path=path if path.exists() else None)
     print("done", flush=True)
 
 
