@@ -58,7 +58,7 @@ def pillow_crop(image: Image.Image) -> np.ndarray:
     image = image.crop((left, top, left + w, top + h)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
     if random.random() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return np.asarray(image)
+    return np.array(image)
 
 
 def plain_webdataset(folder: Path) -> Callable[[], None]:
@@ -184,7 +184,7 @@ def resume(folder: Path) -> tuple[list[float], str]:
         Index((), {"train": Split(tuple(entries), None)}).write(large)
         deal = Deal(8, BATCH_SIZE, 4)
         split = read_index(str(large)).splits["train"]
-        state = loader(large, split, deal).state_dict()
+        state = loader(large, split, deal, window=1024).state_dict()
         whole = tuple(Stretch(*stretch) for stretch in state["left"])
         state["num_batches"] = int(0.9 * deal.num_batches(whole))
         state["left"] = [list(stretch) for stretch in deal.left(whole, state["num_batches"])]

@@ -294,7 +294,7 @@ class FourMinStrategy(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """As DDPStrategy's, without the barrier before it: an all-reduce waits for all ranks by itself.
 
-        The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples of the ranks.
+        The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples a rank.
         """
         if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
             return tensor
@@ -307,7 +307,8 @@ class FourMinStrategy(DDPStrategy):
         if not mean:
             return tensor
         result = tensor / dist.get_world_size(group)
-        return tensor.copy_(result) if tensor.is_floating_point() else result
+        tensor.copy_(result)
+        return tensor if tensor.is_floating_point() else result
 
     @override
     def on_exception(self, exception: BaseException) -> None:

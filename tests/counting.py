@@ -1,9 +1,10 @@
-"""A LightningModule that remembers the samples it saw, for tests of what is read when."""
+"""A LightningModule that remembers the samples it saw, and a callback that saves, for tests of what is read when."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -37,6 +38,26 @@ class Counting(LightningModule):
         if self._reads_estimate:
             assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class SaveAt(Callback):
+    """Saves one checkpoint, at a step or at the end of an epoch or of the validation in it."""
+
+    def __init__(self, path: Path, hook: str, at: int) -> None:
+        self._path, self._hook, self._at = path, hook, at
+
+    def _save(self, trainer: Trainer, hook: str, at: int) -> None:
+        if hook == self._hook and at == self._at and not trainer.sanity_checking:
+            trainer.save_checkpoint(self._path)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        self._save(trainer, "batch", trainer.global_step)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._save(trainer, "validation", trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._save(trainer, "epoch", trainer.global_step)
 
 
 def numbers_module(path: str, batch_size: int, **kwargs: Any) -> ShardDataModule:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from counting import Counting, numbers_module
+from counting import Counting, SaveAt, numbers_module
 from lightning_fourmin.data.sample import ShardError
 from pool import RankPool
 from shards import write_numbers
@@ -36,10 +36,9 @@ def train(
     """What this rank saw in two epochs, or up to a step after which it saves."""
     torch.manual_seed(1)
     module = Counting()
-    trainer = rank_trainer(strategy, max_epochs=2, max_steps=max_steps, limit_val_batches=0)
+    callbacks = [] if save_path is None else [SaveAt(Path(save_path), "batch", max_steps)]
+    trainer = rank_trainer(strategy, max_epochs=2, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)
     trainer.fit(module, numbers_module(path, batch_size, num_workers=num_workers), ckpt_path=ckpt_path)
-    if save_path is not None:
-        trainer.save_checkpoint(save_path)
     return module.seen
 
 

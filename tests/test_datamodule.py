@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor
 
-from counting import Counting, numbers_module
+from counting import Counting, SaveAt, numbers_module
 from lightning_fourmin import ShardDataModule
 from lightning_fourmin.data.digits import digits_folder
 from lightning_fourmin.data.sample import ShardError
@@ -77,26 +76,6 @@ def test_each_epoch_reads_every_sample_at_most_once(whole: Counting) -> None:
     assert len(set(lines)) == 3
 
 
-class SaveAt(Callback):
-    """Saves one checkpoint, at a step or at the end of an epoch or of the validation in it."""
-
-    def __init__(self, path: Path, hook: str, at: int) -> None:
-        self._path, self._hook, self._at = path, hook, at
-
-    def _save(self, trainer: Trainer, hook: str, at: int) -> None:
-        if hook == self._hook and at == self._at and not trainer.sanity_checking:
-            trainer.save_checkpoint(self._path)
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        self._save(trainer, "batch", trainer.global_step)
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._save(trainer, "validation", trainer.global_step)
-
-    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._save(trainer, "epoch", trainer.global_step)
-
-
 @pytest.mark.parametrize("reads_estimate", [False, True])
 @pytest.mark.parametrize(
     ("hook", "at"),
@@ -113,6 +92,16 @@ def test_resumed_it_goes_on_as_if_never_stopped(
     found = fit(path, tmp_path / "some.ckpt", reads_estimate, **options)
     assert found.seen == expected.seen[at:]
     assert torch.equal(found.net.weight, expected.net.weight)
+
+
+def test_an_epoch_that_max_steps_ended_goes_on_where_it_was(path: str, tmp_path: Path, whole: Counting) -> None:
+    first = fit(path, max_steps=2, callbacks=[SaveAt(tmp_path / "some.ckpt", "epoch", 2)])
+    second = fit(path, tmp_path / "some.ckpt", max_steps=2 * NUM_BATCHES)
+    assert [batch for _, batch in first.seen + second.seen[: NUM_BATCHES - 2]] == [
+        batch for _, batch in whole.seen[:NUM_BATCHES]
+    ]
+    after = [number for _, batch in second.seen[NUM_BATCHES - 2 :] for number in batch]
+    assert len(set(after)) == len(after) == NUM_BATCHES * BATCH_SIZE
 
 
 def test_resume_does_not_mind_prefetching(path: str, tmp_path: Path) -> None:
@@ -298,12 +287,3 @@ def test_splits_that_do_not_fit(path: str) -> None:
         ShardError, match=r"split 'train' of .*: the split has 23 samples, less than the global batch of 24"
     ):
         numbers_module(path, 24).train_dataloader()
-
-
-def test_checkpoints_of_every_epoch_resume(path: str, tmp_path: Path, whole: Counting) -> None:
-    def saving(folder: str) -> dict[str, Any]:
-        return {"callbacks": [ModelCheckpoint(tmp_path / folder, "{epoch}")], "enable_checkpointing": True}
-
-    fit(path, max_epochs=1, **saving("first"))
-    found = fit(path, tmp_path / "first" / "epoch=0.ckpt", **saving("second"))
-    assert found.seen == whole.seen[NUM_BATCHES:]

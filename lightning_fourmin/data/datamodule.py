@@ -145,7 +145,7 @@ class ShardDataModule(LightningDataModule):
         epoch = self.trainer.current_epoch if self.trainer else 0
         loader = self._loader(TrainLoader, "train", window=self._window, remainder=self._remainder, epoch=epoch)
         if self._state is not None:
-            loader.load_state_dict(self._state)
+            loader.go_on(self._state)
             self._state = None
         self._train_loader = loader
         self._waited_s, self._num_waits = 0.0, 0

@@ -126,6 +126,8 @@ class TrainLoader(ShardLoader):
                 f"({deal.world} ranks x {deal.batch_size}): lower batch_size or set remainder='wrap'"
             )
         self._begin(epoch)
+        self._restored = False
+        """Whether Lightning has said where to go on, which counts more than the epoch that it says next."""
 
     @property
     def sampler(self) -> "TrainLoader":
@@ -134,8 +136,10 @@ class TrainLoader(ShardLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch, unless that is the one under way."""
-        if epoch != self._epoch:
+        # Lightning counts an epoch that max_steps ended as done, and yet goes on in its middle.
+        if epoch != self._epoch and not self._restored:
             self._begin(epoch)
+        self._restored = False
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
@@ -169,6 +173,11 @@ class TrainLoader(ShardLoader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What Lightning calls to go on in the middle of an epoch."""
+        self.go_on(state)
+        self._restored = True
+
+    def go_on(self, state: dict[str, Any]) -> None:
         """Continues where another loader was, if what it had left can be dealt to the ranks of this one."""
         if state["left"]:
             for name, here in self._identity().items():
