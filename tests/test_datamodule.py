@@ -158,7 +158,7 @@ def run_until(arguments: list[str], num_steps: int | None) -> list[str]:
 
 def test_killed_it_reads_every_sample_exactly_once(path: str, tmp_path: Path) -> None:
     arguments = [str(TESTS / "scripts" / "count.py"), path, str(tmp_path / "last.ckpt")]
-    lines = run_until(arguments, 4) + run_until(arguments, 9) + run_until(arguments, None)
+    lines = run_until(arguments, 15) + run_until(arguments, None)
     assert lines.pop() == "done\n"
     steps: dict[int, tuple[int, list[int]]] = {}
     for line in lines:

@@ -142,8 +142,12 @@ class ShardDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> TrainLoader:
-        epoch = self.trainer.current_epoch if self.trainer else 0
-        loader = self._loader(TrainLoader, "train", window=self._window, remainder=self._remainder, epoch=epoch)
+        kwargs: dict[str, Any] = {"window": self._window, "remainder": self._remainder}
+        if self.trainer:
+            limit = self.trainer.limit_train_batches
+            num_taken = limit if isinstance(limit, int) else int(limit * self.steps_per_epoch)
+            kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
+        loader = self._loader(TrainLoader, "train", **kwargs)
         if self._state is not None:
             loader.go_on(self._state)
             self._state = None

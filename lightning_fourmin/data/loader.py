@@ -113,8 +113,17 @@ class TrainLoader(ShardLoader):
     """The line of each epoch, as many batches on every rank; its state continues an epoch on any number of ranks."""
 
     def __init__(
-        self, dataset: ShardDataset, deal: Deal, rank: int, *, remainder: Remainder, epoch: int = 0, **kwargs: Any
+        self,
+        dataset: ShardDataset,
+        deal: Deal,
+        rank: int,
+        *,
+        remainder: Remainder,
+        epoch: int = 0,
+        num_taken: int | None = None,
+        **kwargs: Any,
     ) -> None:
+        """`num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all."""
         super().__init__(dataset, deal, rank, **kwargs)
         num_samples = dataset.split.num_samples
         self._remainder = remainder
@@ -125,6 +134,7 @@ class TrainLoader(ShardLoader):
                 f"the split has {num_samples} samples, less than the global batch of {deal.global_batch} "
                 f"({deal.world} ranks x {deal.batch_size}): lower batch_size or set remainder='wrap'"
             )
+        self._num_taken = self._num_batches if num_taken is None else num_taken
         self._begin(epoch)
         self._restored = False
         """Whether Lightning has said where to go on, which counts more than the epoch that it says next."""
@@ -138,7 +148,8 @@ class TrainLoader(ShardLoader):
         """Goes to the start of an epoch, unless that is the one under way."""
         # Lightning counts an epoch that max_steps ended as done, and yet goes on in its middle.
         if epoch != self._epoch and not self._restored:
-            self._begin(epoch)
+            self._num_taken = self._num_batches if num_taken is None else num_taken
+        self._begin(epoch)
         self._restored = False
 
     def _begin(self, epoch: int) -> None:
@@ -165,10 +176,12 @@ class TrainLoader(ShardLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """How far the epoch got: the same on every rank, whatever the workers have prepared."""
+        num_batches = self._num_before + self._num_delivered
+        left = self._deal.left(self._left, self._num_delivered) if num_batches < self._num_taken else ()
         return {
             "epoch": self._epoch,
-            "num_batches": self._num_before + self._num_delivered,
-            "left": [list(stretch) for stretch in self._deal.left(self._left, self._num_delivered)],
+            "num_batches": num_batches,
+            "left": [list(stretch) for stretch in left],
             **self._identity(),
         }
 
