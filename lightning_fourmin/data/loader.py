@@ -148,8 +148,7 @@ class TrainLoader(ShardLoader):
         """Goes to the start of an epoch, unless that is the one under way."""
         # Lightning counts an epoch that max_steps ended as done, and yet goes on in its middle.
         if epoch != self._epoch and not self._restored:
-            self._num_taken = self._num_batches if num_taken is None else num_taken
-        self._begin(epoch)
+            self._begin(epoch)
         self._restored = False
 
     def _begin(self, epoch: int) -> None:
