@@ -279,7 +279,10 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """As DDPStrategy's, without the barrier before it: an all-reduce waits for all ranks by itself."""
+        """As DDPStrategy's, without the barrier before it: an all-reduce waits for all ranks by itself.
+
+        The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples a rank.
+        """
         if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
             return tensor
         if not isinstance(reduce_op, str):
@@ -288,7 +291,11 @@ class FourMinStrategy(DDPStrategy):
         name = reduce_op.lower()
         mean = name in ("mean", "avg")
         dist.all_reduce(tensor, op=ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()), group=group)
-        return tensor.copy_(tensor / dist.get_world_size(group)) if mean else tensor
+        if not mean:
+            return tensor
+        result = tensor / dist.get_world_size(group)
+        tensor.copy_(result)
+        return tensor if tensor.is_floating_point() else result
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -1,17 +1,35 @@
-"""The `fourmin` command line."""
+"""The `fourmin` command line: `fourmin verb key=value ...`, each verb a Hydra app in a file of its own."""
 
 import argparse
+import importlib
+import sys
 
 from lightning_fourmin import __version__
+
+VERBS = {
+    "pack": "image folder -> tar shards with an index",
+    "verify": "checks every byte of tar shards, or makes the index of shards that have none",
+}
+"""What each verb does; its `main` is in the module of its name."""
 
 
 def main() -> None:
     """Entry point of the console script."""
+    if len(sys.argv) > 1 and (verb := sys.argv[1]) in VERBS:
+        # Hydra reads the rest of the arguments and names the verb in its help.
+        sys.argv[:2] = [f"{sys.argv[0]} {verb}"]
+        importlib.import_module(f"{__name__}.{verb}").main()
+        return
+    lines = "\n".join(f"  {verb:8} {does}" for verb, does in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="fourmin",
+        usage="fourmin [-h] [--version] verb [key=value ...]",
         description="Fast large-batch data-parallel training for PyTorch Lightning. "
         "In code: import lightning_fourmin; Trainer(strategy='fourmin').",
+        epilog=f"verbs:\n{lines}\n\n`fourmin verb --help` lists the keys of a verb.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fourmin {__version__}")
+    parser.add_argument("verb", nargs="?", choices=tuple(VERBS), metavar="verb", help=argparse.SUPPRESS)
     parser.parse_args()
     parser.print_help()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s
-from lightning_fourmin.comm.files import write_whole
 from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.files import write_whole
 
 
 def sizes_up_to(largest_bytes: int) -> list[int]:

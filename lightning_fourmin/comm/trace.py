@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_fourmin.comm.files import write_whole
+from lightning_fourmin.files import write_whole
 
 
 class Trace:

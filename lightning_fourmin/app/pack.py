@@ -1,0 +1,16 @@
+"""`fourmin pack`: image folder -> shards with an index."""
+
+from lightning_fourmin.app.verb import run
+from lightning_fourmin.data.pack import PackOptions, pack
+
+
+def main() -> None:
+    run("pack", PackOptions, _pack)
+
+
+def _pack(options: PackOptions) -> None:
+    split = pack(options)
+    print(
+        f"{options.out}: split {options.split} has {split.num_samples:,} images in {len(split.shards)} shards, "
+        f"{split.num_bytes / 1e6:,.1f} MB"
+    )

@@ -1,0 +1,242 @@
+"""`ShardDataModule`: tar shards for any LightningModule."""
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import default_collate
+from typing_extensions import override
+
+from lightning_fourmin.data.dataset import Collate, OnError, ShardDataset, Transform
+from lightning_fourmin.data.deal import Deal, Remainder
+from lightning_fourmin.data.digits import DIGITS, digits_folder
+from lightning_fourmin.data.index import Index, read_index
+from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
+from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.data.transforms import EvalImage, ImageTransform, TrainImage
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+LoaderType = TypeVar("LoaderType", bound=ShardLoader)
+
+
+class ShardDataModule(LightningDataModule):
+    """Tar shards with an index for training and evaluation: every sample once on any number of ranks, resumed anywhere.
+
+    Batches are (images, labels) unless transforms of your own make something else. Images travel to the device as bytes
+    and are normalised there. Workers read one piece of the epoch's order each, so the batches depend on `num_workers`,
+    which is why it has a fixed default; which samples an epoch has does not.
+
+    Args:
+        path: folder or URL with an `index.json`; "digits" for small demo data that is written on first use.
+        batch_size: samples a rank.
+        train_transform: called with a `Sample` and a random generator that depends on (seed, epoch, sample); what it
+            returns is collated. None: random crops and flips of images.
+        eval_transform: the same for evaluation. None: the middle of images.
+        image_size: pixels, for the default transforms.
+        train_split, val_split, test_split: names in the index. Prediction uses the test split.
+        num_workers: processes a rank that read and decode; 0: none.
+        prefetch_factor: batches a worker prepares ahead.
+        seed: of the order and the augmentation.
+        window: samples that are shuffled with each other; a worker holds as many in memory, undecoded.
+        remainder: what happens to the samples of an epoch that fill no global batch: "drop", or "wrap" to fill it with
+            the first ones of the epoch.
+        on_error: "raise" on damaged samples, or "skip": others stand in for them, counted and logged.
+        collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
+        mean, std: of the images' channels, between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        batch_size: int,
+        *,
+        train_transform: Transform | None = None,
+        eval_transform: Transform | None = None,
+        image_size: int = 224,
+        train_split: str = "train",
+        val_split: str = "val",
+        test_split: str = "val",
+        num_workers: int = 2,
+        prefetch_factor: int = 2,
+        seed: int = 0,
+        window: int = 1024,
+        remainder: Remainder = "drop",
+        on_error: OnError = "raise",
+        collate: Collate = default_collate,
+        mean: tuple[float, float, float] = IMAGENET_MEAN,
+        std: tuple[float, float, float] = IMAGENET_STD,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", prefetch_factor, 1),
+            ("seed", seed, 0),
+            ("window", window, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        for name, choice, known in (
+            ("remainder", remainder, ("drop", "wrap")),
+            ("on_error", on_error, ("raise", "skip")),
+        ):
+            if choice not in known:
+                raise ValueError(f"{name}={choice!r} must be one of {', '.join(map(repr, known))}")
+        self.path = path
+        self.batch_size = batch_size
+        self._transforms: dict[str, Transform] = {
+            "train": train_transform or TrainImage(image_size),
+            "eval": eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224)),
+        }
+        self._splits = {"train": train_split, "val": val_split, "test": test_split}
+        self._num_workers = num_workers
+        self._prefetch_factor = prefetch_factor
+        self._seed = seed
+        self._window = window
+        self._remainder: Remainder = remainder
+        self._on_error: OnError = on_error
+        self._collate = collate
+        self._mean, self._std = tuple(mean), tuple(std)
+        self._index: Index | None = None
+        self._train_loader: TrainLoader | None = None
+        self._state: dict[str, Any] | None = None
+        """What a checkpoint said, until the loader is made."""
+        self._waited_s, self._num_waits = 0.0, 0
+        """Waiting of the train loader that is logged, and batches since."""
+        self._scale = self._shift = torch.empty(0)
+        """What the pixels are multiplied with and what is added then, on the device of the last batch."""
+
+    @property
+    def folder(self) -> str:
+        """Where the index lies."""
+        return str(digits_folder()) if self.path == DIGITS else self.path
+
+    @property
+    def index(self) -> Index:
+        if self._index is None:
+            self._index = read_index(self.folder)
+        return self._index
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.index.classes)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches that each rank has in an epoch, known without making a loader."""
+        deal, split = self._deal(), self.index.split(self._splits["train"], self.path)
+        return deal.num_batches(deal.epoch(split.num_samples, self._remainder))
+
+    @override
+    def prepare_data(self) -> None:
+        if self.path == DIGITS:
+            digits_folder()
+
+    @override
+    def setup(self, stage: str) -> None:
+        # A checkpoint that was loaded for something else does not count for this run.
+        self._state = None
+
+    @override
+    def train_dataloader(self) -> TrainLoader:
+        kwargs: dict[str, Any] = {"window": self._window, "remainder": self._remainder}
+        if self.trainer:
+            limit = self.trainer.limit_train_batches
+            num_taken = limit if isinstance(limit, int) else int(limit * self.steps_per_epoch)
+            kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
+        loader = self._loader(TrainLoader, "train", **kwargs)
+        if self._state is not None:
+            loader.go_on(self._state)
+            self._state = None
+        self._train_loader = loader
+        self._waited_s, self._num_waits = 0.0, 0
+        return loader
+
+    @override
+    def val_dataloader(self) -> EvalLoader:
+        return self._loader(EvalLoader, "val", window=0)
+
+    @override
+    def test_dataloader(self) -> EvalLoader:
+        return self._loader(EvalLoader, "test", window=0)
+
+    @override
+    def predict_dataloader(self) -> EvalLoader:
+        return self.test_dataloader()
+
+    # Lightning restores the loader's own state too, but not after `trainer.estimated_stepping_batches` was asked for.
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._train_loader.state_dict() if self._train_loader is not None else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        training = self.trainer is not None and self.trainer.training
+        if training:
+            self._log_waiting()
+        if not isinstance(self._transforms["train" if training else "eval"], ImageTransform):
+            return batch
+        images, *rest = batch
+        return [self._normalised(images), *rest]
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """Bytes, channels last, to what the network computes with."""
+        if not self._scale.numel() or self._scale.device != images.device:
+            mean, std = torch.tensor([self._mean, self._std], device=images.device).view(2, 3, 1, 1)
+            self._scale, self._shift = 1 / (255 * std), -mean / std
+        floats = images.permute(0, 3, 1, 2).float().mul_(self._scale).add_(self._shift).contiguous()
+        # Lightning has asked the precision plugin before the transfer, when there was nothing to convert.
+        return self.trainer.precision_plugin.convert_input(floats) if self.trainer else floats
+
+    def _log_waiting(self) -> None:
+        trainer, loader = self.trainer, self._train_loader
+        assert trainer is not None
+        self._num_waits += 1
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if loader is None or every < 1 or trainer.global_step % every:
+            return
+        waited_s, self._waited_s = loader.wait_s - self._waited_s, loader.wait_s
+        num_waits, self._num_waits = self._num_waits, 0
+        metrics = {"data_wait_ms": 1e3 * waited_s / num_waits, "data_skipped": float(loader.num_skipped)}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    def _deal(self) -> Deal:
+        world = self.trainer.world_size if self.trainer else 1
+        return Deal(world, self.batch_size, max(1, self._num_workers))
+
+    def _loader(self, kind: type[LoaderType], stage: str, *, window: int, **kwargs: Any) -> LoaderType:
+        name = self._splits[stage]
+        transform = self._transforms["train" if stage == "train" else "eval"]
+        if isinstance(transform, ImageTransform):
+            transform = replace(transform, num_classes=self.num_classes)
+        dataset = ShardDataset(
+            self.index.split(name, self.path),
+            self.folder,
+            seed=self._seed,
+            window=window,
+            transform=transform,
+            collate=self._collate,
+            on_error=self._on_error,
+        )
+        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        rank = self.trainer.global_rank if self.trainer else 0
+        try:
+            return kind(
+                dataset,
+                self._deal(),
+                rank,
+                num_workers=self._num_workers,
+                prefetch_factor=self._prefetch_factor,
+                pin_memory=on_cuda,
+                **kwargs,
+            )
+        except ShardError as error:
+            raise ShardError(f"split {name!r} of {self.path}: {error}") from None

@@ -1,0 +1,64 @@
+"""Demo data: scikit-learn's 1,797 digits of 8 x 8 pixels as shards, written on first use."""
+
+import io
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from lightning_fourmin.data.index import ImageSizes, Index, Split
+from lightning_fourmin.data.writer import write_shard
+
+DIGITS = "digits"
+"""The path that stands for this data."""
+NUM_TRAIN = 1437
+SHARD_SIZE = 240
+NUM_SIDE = 8
+
+
+def digits_folder() -> Path:
+    """Where the shards lie; writes them if they are not there."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "lightning_fourmin" / DIGITS
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Complete before it gets its name: another process may be looking.
+        partial = Path(tempfile.mkdtemp(prefix=f".{DIGITS}-", dir=folder.parent))
+        try:
+            _write(partial)
+            partial.rename(folder)
+        except OSError:
+            # Another process was first.
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _write(folder: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    pixels = np.round(images * (255 / 16)).astype(np.uint8).reshape(-1, NUM_SIDE, NUM_SIDE)
+    samples = [
+        (f"{number:09d}", {"png": _png(image), "cls": str(label).encode()})
+        for number, (image, label) in enumerate(zip(pixels, labels, strict=True))
+    ]
+    splits = {}
+    for name, part in (("train", samples[:NUM_TRAIN]), ("val", samples[NUM_TRAIN:])):
+        shards = [
+            write_shard(folder / f"{name}-{number:06d}.tar", part[start : start + SHARD_SIZE])
+            for number, start in enumerate(range(0, len(part), SHARD_SIZE))
+        ]
+        splits[name] = Split(tuple(shards), ImageSizes.of([(NUM_SIDE, NUM_SIDE)] * len(part)))
+    Index(tuple(str(digit) for digit in range(10)), splits).write(folder)
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,143 @@
+"""The index of a folder of shards: how many samples and bytes each has, its checksum, the classes."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.data.sources import is_url, joined_location, open_source
+from lightning_fourmin.files import write_whole
+
+INDEX_NAME = "index.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file."""
+
+    name: str
+    """Relative to the index, or a URL of its own."""
+    num_samples: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """Width and height in pixels, each over all images."""
+
+    num_images: int
+    smallest: tuple[int, int]
+    mean: tuple[float, float]
+    largest: tuple[int, int]
+
+    @classmethod
+    def of(cls, sizes: Sequence[tuple[int, int]]) -> "ImageSizes | None":
+        """None if there are no images."""
+        return cls.merged([cls(1, size, size, size) for size in sizes])
+
+    @classmethod
+    def merged(cls, parts: Iterable["ImageSizes | None"]) -> "ImageSizes | None":
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        num_images = sum(part.num_images for part in there)
+        smallest, largest = [
+            (pick(getattr(part, name)[0] for part in there), pick(getattr(part, name)[1] for part in there))
+            for name, pick in (("smallest", min), ("largest", max))
+        ]
+        mean = [sum(part.num_images * part.mean[axis] for part in there) / num_images for axis in (0, 1)]
+        return cls(num_images, smallest, (mean[0], mean[1]), largest)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shards that belong together, such as train or val."""
+
+    shards: tuple[Shard, ...]
+    image_sizes: ImageSizes | None
+    """None if the samples have no images."""
+
+    @property
+    def num_samples(self) -> int:
+        return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """Differs if a sample or the order of the shards does."""
+        content = [(shard.num_samples, shard.sha256) for shard in self.shards]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Index:
+    """All splits of a folder, and the classes they share."""
+
+    classes: tuple[str, ...]
+    """The name of each label; empty if the samples have no labels."""
+    splits: dict[str, Split]
+
+    def with_split(self, name: str, split: Split, classes: tuple[str, ...]) -> "Index":
+        return replace(self, classes=classes, splits=self.splits | {name: split})
+
+    def split(self, name: str, path: str) -> Split:
+        if name not in self.splits:
+            known = ", ".join(sorted(self.splits)) or "none"
+            raise ShardError(f"{path} has no split {name!r} (it has {known}): choose one of these, or pack it")
+        return self.splits[name]
+
+    def write(self, folder: Path) -> None:
+        """Publishes the index, complete or not at all."""
+        splits = {
+            name: {"num_samples": split.num_samples, "num_bytes": split.num_bytes, **asdict(split)}
+            for name, split in sorted(self.splits.items())
+        }
+        content = {"format": FORMAT, "classes": self.classes, "splits": splits}
+        write_whole(folder / INDEX_NAME, json.dumps(content, indent=1) + "\n")
+
+
+def read_index(path: str) -> Index:
+    """The index of a folder or of a URL under which the shards lie."""
+    location = joined_location(path, INDEX_NAME)
+    if not is_url(path) and not Path(location).is_file():
+        raise ShardError(
+            f"{location} does not exist: pack the shards with `fourmin pack`, or make the index of existing ones with "
+            f"`fourmin verify path={path} index=true`"
+        )
+    try:
+        with open_source(location) as file:
+            content = json.loads(file.read())
+        if content["format"] != FORMAT:
+            raise ShardError(f"{location} has format {content['format']}, but this version reads format {FORMAT}")
+        return Index(
+            classes=tuple(content["classes"]),
+            splits={name: _parse_split(split) for name, split in content["splits"].items()},
+        )
+    except OSError as error:
+        raise ShardError(f"{location} cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShardError(
+            f"{location} is not an index of shards ({type(error).__name__}: {error}): make a new one with "
+            f"`fourmin verify path={path} index=true`"
+        ) from error
+
+
+def _parse_split(content: dict[str, Any]) -> Split:
+    return Split(
+        shards=tuple(Shard(**shard) for shard in content["shards"]), image_sizes=parse_sizes(content["image_sizes"])
+    )
+
+
+def parse_sizes(content: dict[str, Any] | None) -> ImageSizes | None:
+    if content is None:
+        return None
+    lists = {name: tuple(size) for name, size in content.items() if name != "num_images"}
+    return ImageSizes(num_images=content["num_images"], **lists)

@@ -1,0 +1,214 @@
+"""Loaders around torch's DataLoader that know how far an epoch got, how long the loop waited and what was skipped."""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_fourmin.data.dataset import Delivery, ShardDataset
+from lightning_fourmin.data.deal import Deal, Remainder, Ticket
+from lightning_fourmin.data.order import Stretch
+from lightning_fourmin.data.sample import ShardError
+
+log = logging.getLogger(__name__)
+
+
+class ShardLoader(ABC):
+    """Batches of one rank, made by workers ahead of the loop.
+
+    Not a DataLoader and without a `dataset`, so that Lightning puts no sampler of its own into it.
+    """
+
+    def __init__(
+        self, dataset: ShardDataset, deal: Deal, rank: int, *, num_workers: int, prefetch_factor: int, pin_memory: bool
+    ) -> None:
+        self._dataset = dataset
+        self._deal = deal
+        self._rank = rank
+        self._num_workers = num_workers
+        self._prefetch_factor = prefetch_factor if num_workers else None
+        self._pin_memory = pin_memory
+        self._queue: list[Ticket] = []
+        self._loader: DataLoader[Any] | None = None
+        # Under this name Lightning looks for the workers that it ends with a run; it sets the name to None then.
+        self._iterator: Iterator[Any] | None = None
+        self.wait_s = 0.0
+        """Time that the loop has waited for batches."""
+        self.num_skipped = 0
+        """Damaged samples that others stood in for."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches an epoch."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def _batches(self, tickets: Iterable[Ticket]) -> Iterator[Any]:
+        for delivery in self._timed(self._start(tickets)):
+            if isinstance(delivery, ShardError):
+                raise delivery
+            for fault in delivery.faults:
+                self.num_skipped += 1
+                log.warning("rank %d skipped a sample (%d so far): %s", self._rank, self.num_skipped, fault)
+            yield delivery.batch
+
+    def _start(self, tickets: Iterable[Ticket]) -> Iterator[Delivery | ShardError]:
+        self._queue[:] = tickets
+        if self._iterator is None or self._loader is None:
+            self._loader = DataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=self._queue,
+                num_workers=self._num_workers,
+                prefetch_factor=self._prefetch_factor,
+                persistent_workers=self._num_workers > 0,
+                pin_memory=self._pin_memory,
+                collate_fn=_as_it_is,
+            )
+        self._iterator = iter(self._loader)
+        return self._iterator
+
+    def _timed(self, deliveries: Iterator[Delivery | ShardError]) -> Iterator[Delivery | ShardError]:
+        while True:
+            start = time.perf_counter()
+            delivery = next(deliveries, None)
+            self.wait_s += time.perf_counter() - start
+            if delivery is None:
+                return
+            yield delivery
+
+
+def _as_it_is(delivery: Any) -> Any:
+    return delivery
+
+
+class EvalLoader(ShardLoader):
+    """Every sample once, in the order of the index."""
+
+    def __init__(self, dataset: ShardDataset, deal: Deal, rank: int, **kwargs: Any) -> None:
+        super().__init__(dataset, deal, rank, **kwargs)
+        num_samples = dataset.split.num_samples
+        if num_samples < deal.world:
+            raise ShardError(
+                f"the split has {num_samples} samples for {deal.world} ranks, so some would have nothing to evaluate: "
+                "evaluate with fewer ranks"
+            )
+        self._share = deal.evaluation(num_samples, rank)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._share.batch_sizes)
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(self._share.tickets(epoch=0))
+
+
+class TrainLoader(ShardLoader):
+    """The line of each epoch, as many batches on every rank; its state continues an epoch on any number of ranks."""
+
+    def __init__(
+        self,
+        dataset: ShardDataset,
+        deal: Deal,
+        rank: int,
+        *,
+        remainder: Remainder,
+        epoch: int = 0,
+        num_taken: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all."""
+        super().__init__(dataset, deal, rank, **kwargs)
+        num_samples = dataset.split.num_samples
+        self._remainder = remainder
+        self._whole = deal.epoch(num_samples, remainder) if num_samples else ()
+        self._num_batches = deal.num_batches(self._whole)
+        if not self._num_batches:
+            raise ShardError(
+                f"the split has {num_samples} samples, less than the global batch of {deal.global_batch} "
+                f"({deal.world} ranks x {deal.batch_size}): lower batch_size or set remainder='wrap'"
+            )
+        self._num_taken = self._num_batches if num_taken is None else num_taken
+        self._begin(epoch)
+        self._restored = False
+        """Whether Lightning has said where to go on, which counts more than the epoch that it says next."""
+
+    @property
+    def sampler(self) -> "TrainLoader":
+        """Where Lightning looks for `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch, unless that is the one under way."""
+        # Lightning counts an epoch that max_steps ended as done, and yet goes on in its middle.
+        if epoch != self._epoch and not self._restored:
+            self._begin(epoch)
+        self._restored = False
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._left = self._whole
+        """What was left when the first batch was asked for."""
+        self._num_delivered = 0
+        """Batches since then."""
+        self._num_before = 0
+        """Batches of the epoch before then."""
+
+    @override
+    def __len__(self) -> int:
+        return self._num_batches
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        # Nothing happens before the first batch is asked for: Lightning tells the epoch after it has made the iterator.
+        if self._num_delivered or not self._left:
+            self._begin(self._epoch + 1)
+        for batch in self._batches(self._deal.train(self._left, self._rank).tickets(self._epoch)):
+            self._num_delivered += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the epoch got: the same on every rank, whatever the workers have prepared."""
+        num_batches = self._num_before + self._num_delivered
+        left = self._deal.left(self._left, self._num_delivered) if num_batches < self._num_taken else ()
+        return {
+            "epoch": self._epoch,
+            "num_batches": num_batches,
+            "left": [list(stretch) for stretch in left],
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What Lightning calls to go on in the middle of an epoch."""
+        self.go_on(state)
+        self._restored = True
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Continues where another loader was, if what it had left can be dealt to the ranks of this one."""
+        if state["left"]:
+            for name, here in self._identity().items():
+                if state[name] != here:
+                    raise ShardError(
+                        f"the checkpoint was written after {state['num_batches']} batches of epoch {state['epoch']} "
+                        f"with {name} {state[name]!r}, but this run has {here!r}: the rest of an epoch needs the same "
+                        f"{name}; set it so, or resume from a checkpoint of the end of an epoch"
+                    )
+        self._begin(state["epoch"])
+        self._left = tuple(Stretch(*stretch) for stretch in state["left"])
+        self._num_before = state["num_batches"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change within an epoch."""
+        return {
+            "global_batch": self._deal.global_batch,
+            "seed": self._dataset.seed,
+            "window": self._dataset.window,
+            "remainder": self._remainder,
+            "data": self._dataset.split.digest,
+        }

@@ -1,0 +1,208 @@
+"""Packs a folder of images, one folder a class, into shards with an index."""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from lightning_fourmin.data.decode import IMAGE_FIELDS, image_size
+from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
+from lightning_fourmin.data.journal import Journal, Written
+from lightning_fourmin.data.order import permutation
+from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.data.workers import count_one, run_tasks
+from lightning_fourmin.data.writer import write_shard
+
+NUM_FAULTS_SHOWN = 10
+JPEG_QUALITY = 95
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """What to pack and how."""
+
+    src: Path
+    """Folder with one folder a class."""
+    out: Path
+    split: str = "train"
+    shard_mb: float = 128.0
+    """Source images of a shard, in 10^6 bytes."""
+    shard_count: int | None = None
+    """Number of shards, instead of shard_mb."""
+    seed: int = 0
+    """Of the order of the samples."""
+    resize: int | None = None
+    """Pixels of the short side of images that are larger; they become JPEG."""
+    quality: int | None = None
+    """Of JPEG, 1 to 100; given alone, all images become JPEG of that quality. None: 95 where images are resized."""
+    num_workers: int | None = None
+    """Processes; None: one a core."""
+
+    def __post_init__(self) -> None:
+        if not self.src.is_dir():
+            raise ShardError(f"src={self.src} is not a folder")
+        if not self.split or "/" in self.split or "." in self.split:
+            raise ShardError(f"split={self.split!r} is part of file names: it may not be empty nor have / or . in it")
+        for name, value, low, high in (
+            ("shard_mb", self.shard_mb, 1e-6, None),
+            ("shard_count", self.shard_count, 1, None),
+            ("seed", self.seed, 0, None),
+            ("resize", self.resize, 1, None),
+            ("quality", self.quality, 1, 100),
+            ("num_workers", self.num_workers, 1, None),
+        ):
+            if value is not None and (value < low or (high is not None and value > high)):
+                raise ShardError(f"{name}={value} must be at least {low:g}" + (f" and at most {high}" if high else ""))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An image file."""
+
+    path: str
+    """Relative to src."""
+    label: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One shard to write."""
+
+    options: PackOptions
+    number: int
+    first_key: int
+    sources: tuple[_Source, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.split}-{self.number:06d}.tar"
+
+
+def pack(options: PackOptions) -> Split:
+    """Writes the shards that are not there yet, then the index; returns the split that was added to it."""
+    index = read_index(str(options.out)) if (options.out / INDEX_NAME).exists() else Index((), {})
+    if options.split in index.splits:
+        raise ShardError(
+            f"{options.out / INDEX_NAME} has a split {options.split!r} already: choose another split or out"
+        )
+    classes, sources = _find(options, index.classes)
+    tasks = _cut(options, sources)
+    journal = Journal(options.out, options.split, _content(options, classes, tasks))
+    written = journal.read()
+    todo = [task for task in tasks if task.number not in written]
+    faults: list[str] = []
+    work = run_tasks(
+        _write,
+        todo,
+        num_workers=options.num_workers,
+        label=f"{options.split}: images",
+        num_samples=sum(len(task.sources) for task in todo),
+    )
+    for task, result in work:
+        if isinstance(result, Written):
+            journal.add(task.number, result)
+            written[task.number] = result
+        else:
+            faults += result
+    if faults:
+        shown = "\n  ".join(sorted(faults)[:NUM_FAULTS_SHOWN])
+        raise ShardError(f"{len(faults)} images cannot be read; repair or remove them, then pack again:\n  {shown}")
+    results = [written[task.number] for task in tasks]
+    split = Split(tuple(result.shard for result in results), ImageSizes.merged(result.sizes for result in results))
+    index.with_split(options.split, split, classes).write(options.out)
+    journal.remove()
+    return split
+
+
+def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[str, ...], list[_Source]]:
+    """All images in an order that depends on names and seed only, and the classes that their labels count."""
+    found = sorted(path.name for path in options.src.iterdir() if path.is_dir() and not path.name.startswith("."))
+    classes = known_classes or tuple(found)
+    if unknown := sorted(set(found) - set(classes)):
+        raise ShardError(
+            f"class {unknown[0]!r} of {options.src} is not among the {len(classes)} classes of "
+            f"{options.out / INDEX_NAME}: splits that share a folder share their classes"
+        )
+    labels = {name: label for label, name in enumerate(classes)}
+    sources = []
+    for name in found:
+        for path in sorted((options.src / name).rglob("*")):
+            if path.is_file() and path.suffix[1:].lower() in IMAGE_FIELDS:
+                relative = path.relative_to(options.src).as_posix()
+                sources.append(_Source(relative, labels[name], path.stat().st_size))
+    if not sources:
+        raise ShardError(f"src={options.src} has no images: it must hold one folder a class with images in it")
+    return classes, [sources[place] for place in permutation(len(sources), options.seed)]
+
+
+def _cut(options: PackOptions, sources: list[_Source]) -> list[_Task]:
+    """Consecutive samples for each shard: by the bytes of their sources, or in as many shards as asked for."""
+    if options.shard_count is not None:
+        count = options.shard_count
+        if count > len(sources):
+            raise ShardError(f"shard_count={count} is more than the {len(sources)} images: some shards would be empty")
+        starts = [number * len(sources) // count for number in range(count)]
+    else:
+        starts, num_bytes = [0], 0.0
+        for place, source in enumerate(sources):
+            if num_bytes and num_bytes + source.num_bytes > 1e6 * options.shard_mb:
+                starts.append(place)
+                num_bytes = 0
+            num_bytes += source.num_bytes
+    stops = [*starts[1:], len(sources)]
+    return [
+        _Task(options, number, start, tuple(sources[start:stop]))
+        for number, (start, stop) in enumerate(zip(starts, stops, strict=True))
+    ]
+
+
+def _content(options: PackOptions, classes: tuple[str, ...], tasks: list[_Task]) -> str:
+    """All that the bytes of the shards depend on, but for the bytes of the sources."""
+    sources = [[(source.path, source.num_bytes, source.label) for source in task.sources] for task in tasks]
+    return json.dumps([options.resize, options.quality, classes, sources])
+
+
+def _write(task: _Task) -> Written | list[str]:
+    """Writes a shard; if images are damaged, says which and writes none."""
+    faults: list[str] = []
+    sizes: list[tuple[int, int]] = []
+
+    def samples() -> Iterator[tuple[str, dict[str, bytes]]]:
+        for key, source in enumerate(task.sources, task.first_key):
+            path = task.options.src / source.path
+            try:
+                field, data = _encoded(path, task.options)
+                sizes.append(image_size(data))
+                yield f"{key:09d}", {field: data, "cls": str(source.label).encode()}
+            except (OSError, ValueError) as error:
+                faults.append(f"{path}: {error}")
+            count_one()
+
+    path = task.options.out / task.name
+    shard = write_shard(path, samples())
+    if faults:
+        path.unlink()
+        return faults
+    return Written(shard, ImageSizes.of(sizes))
+
+
+def _encoded(path: Path, options: PackOptions) -> tuple[str, bytes]:
+    """Field and bytes of an image: as they are, unless it is to be smaller or of another quality."""
+    data = path.read_bytes()
+    width, height = image_size(data)
+    resize = options.resize is not None and min(width, height) > options.resize
+    if not resize and options.quality is None:
+        field = path.suffix[1:].lower()
+        return ("jpg" if field == "jpeg" else field), data
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    if resize:
+        assert options.resize is not None
+        factor = options.resize / min(width, height)
+        image = image.resize((round(width * factor), round(height * factor)), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=options.quality or JPEG_QUALITY)
+    return "jpg", file.getvalue()

@@ -1,0 +1,83 @@
+"""A sample as it lies in a shard: bytes by field, and readers of the usual fields that say where damage is."""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ShardError(RuntimeError):
+    """Damaged or unexpected data; the text names shard, member and offset."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file of a sample."""
+
+    name: str
+    offset: int
+    """Where its header starts in the shard, in bytes."""
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The files of a shard that share a key, by their extension in lower case."""
+
+    shard: str
+    key: str
+    number: int
+    """Samples before it in its split: its identity."""
+    members: dict[str, Member]
+
+    def __contains__(self, field: str) -> bool:
+        return field in self.members
+
+    def __getitem__(self, field: str) -> bytes:
+        return self._member(field).data
+
+    def text(self, field: str = "txt") -> str:
+        return str(self._read(field, "UTF-8 text", bytes.decode))
+
+    def json(self, field: str = "json") -> Any:
+        return self._read(field, "JSON", json.loads)
+
+    def integer(self, field: str = "cls") -> int:
+        return int(self._read(field, "an integer", int))
+
+    def numpy(self, field: str = "npy") -> NDArray[Any]:
+        return np.asarray(
+            self._read(field, "a NumPy array", lambda data: np.load(io.BytesIO(data), allow_pickle=False))
+        )
+
+    def label(self, num_classes: int) -> int:
+        """The integer in field cls, which must be a class if their number is known (not 0)."""
+        label = self.integer()
+        if num_classes and not 0 <= label < num_classes:
+            raise self.fault("cls", f"has class {label}, but the index has classes 0 to {num_classes - 1}")
+        return label
+
+    def fault(self, field: str, what: str) -> ShardError:
+        """An error that says what is wrong with a field, and where that lies."""
+        member = self._member(field)
+        return ShardError(f"{self.shard}: member {member.name} at offset {member.offset} {what}")
+
+    @property
+    def place(self) -> str:
+        """Where the sample lies."""
+        return f"{self.shard}: sample {self.key} at offset {next(iter(self.members.values())).offset}"
+
+    def _member(self, field: str) -> Member:
+        if field not in self.members:
+            raise ShardError(f"{self.place} has no field {field} (it has {', '.join(self.members)})")
+        return self.members[field]
+
+    def _read(self, field: str, kind: str, reader: Callable[[bytes], Any]) -> Any:
+        try:
+            return reader(self[field])
+        except (ValueError, EOFError) as error:
+            raise self.fault(field, f"is not {kind}: {error}") from error

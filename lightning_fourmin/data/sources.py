@@ -1,0 +1,27 @@
+"""Where shards lie: local files, and URLs that webdataset's openers read."""
+
+import re
+from pathlib import Path
+from typing import IO, cast
+
+
+def is_url(location: str) -> bool:
+    """True for http://, https://, s3://, pipe: and the like."""
+    return re.match(r"[a-z][a-z0-9+.-]*://|pipe:", location) is not None
+
+
+def joined_location(folder: str, name: str) -> str:
+    """The location of a file in a folder or under a URL; a name that is a URL stands for itself."""
+    if is_url(name):
+        return name
+    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
+
+
+def open_source(location: str) -> IO[bytes]:
+    """A stream of the bytes; only that of a local file can seek."""
+    if not is_url(location):
+        return open(location, "rb")
+    # Takes a while to import and is needed for URLs only.
+    from webdataset.gopen import gopen
+
+    return cast(IO[bytes], gopen(location, "rb"))

@@ -1,0 +1,112 @@
+"""What becomes of an image sample: random crops and flips for training, the centre for evaluation."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_fourmin.data.decode import IMAGE_FIELDS, Pixels, decode, image_size, resized
+from lightning_fourmin.data.sample import Sample
+
+NUM_TRIES = 10
+
+
+@dataclass(frozen=True)
+class ImageTransform(ABC):
+    """Makes (pixels, label) of a sample with an image and a class; the data module normalises them on the device."""
+
+    size: int = 224
+    """Width and height of the result in pixels."""
+    num_classes: int = 0
+    """Labels must be below it; 0: not checked. The data module sets it from the index."""
+
+    def __call__(self, sample: Sample, rng: np.random.Generator) -> tuple[Pixels, int]:
+        field = next((field for field in IMAGE_FIELDS if field in sample), IMAGE_FIELDS[0])
+        data = sample[field]
+        label = sample.label(self.num_classes)
+        try:
+            return self.pixels(data, rng), label
+        except ValueError as error:
+            raise sample.fault(field, f"is not a readable image: {error}") from error
+
+    @abstractmethod
+    def pixels(self, data: bytes, rng: np.random.Generator) -> Pixels:
+        """size x size pixels; ValueError if the image is damaged."""
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+def random_box(
+    width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
+) -> Box:
+    """A part of the image with a random share of its area and a random shape."""
+    for _ in range(NUM_TRIES):
+        area = width * height * rng.uniform(*scale)
+        shape = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+        box_width, box_height = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, top = rng.integers(0, (width - box_width + 1, height - box_height + 1)).tolist()
+            return Box(left, top, box_width, box_height)
+    # The image is too long for the shapes asked for: the largest such part of its middle.
+    box_width = min(width, max(1, round(height * ratio[1])))
+    box_height = min(height, max(1, round(width / ratio[0])))
+    return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
+
+
+@dataclass(frozen=True)
+class TrainImage(ImageTransform):
+    """A random part of the image, resized and flipped by chance (RandomResizedCrop)."""
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Least and largest share of the image's area."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Least and largest width by height of the part."""
+    flip: bool = True
+    """Whether every second image, by chance, is mirrored."""
+
+    @override
+    def pixels(self, data: bytes, rng: np.random.Generator) -> Pixels:
+        width, height = image_size(data)
+        box = random_box(width, height, self.scale, self.ratio, rng)
+        flip = self.flip and rng.random() < 0.5
+        pixels = decode(
+            data,
+            min_width=math.ceil(width * self.size / box.width),
+            min_height=math.ceil(height * self.size / box.height),
+        )
+        across, down = pixels.shape[1] / width, pixels.shape[0] / height
+        left, top = round(box.left * across), round(box.top * down)
+        right, bottom = round((box.left + box.width) * across), round((box.top + box.height) * down)
+        part = resized(pixels[top : max(bottom, top + 1), left : max(right, left + 1)], self.size, self.size)
+        return np.ascontiguousarray(part[:, ::-1] if flip else part)
+
+
+@dataclass(frozen=True)
+class EvalImage(ImageTransform):
+    """The middle of the image, its short side resized first."""
+
+    resize: int = 256
+    """Pixels of the short side, of which `size` are kept."""
+
+    def __post_init__(self) -> None:
+        if self.resize < self.size:
+            raise ValueError(f"resize={self.resize} is less than size={self.size}: there would be nothing to crop")
+
+    @override
+    def pixels(self, data: bytes, rng: np.random.Generator) -> Pixels:
+        pixels = decode(data)
+        height, width = pixels.shape[:2]
+        factor = self.resize / min(width, height)
+        pixels = resized(pixels, round(width * factor), round(height * factor))
+        left, top = round((pixels.shape[1] - self.size) / 2), round((pixels.shape[0] - self.size) / 2)
+        return np.ascontiguousarray(pixels[top : top + self.size, left : left + self.size])

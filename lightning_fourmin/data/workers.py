@@ -1,0 +1,84 @@
+"""A pool of processes with a progress bar, for work on many shards."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from multiprocessing.sharedctypes import Synchronized
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from typing_extensions import override
+
+REFRESH_S = 0.2
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+_num_done: "Synchronized[int] | None" = None
+
+
+def count_one() -> None:
+    """Tells the progress bar that a sample is done."""
+    if _num_done is not None:
+        with _num_done.get_lock():
+            _num_done.value += 1
+
+
+class _Rate(ProgressColumn):
+    @override
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed or 0:,.0f}/s")
+
+
+def _start_worker(num_done: "Synchronized[int]") -> None:
+    global _num_done
+    _num_done = num_done
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    # A worker of a parent that was killed would wait for its next task for ever.
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def run_tasks(
+    work: Callable[[_Task], _Result],
+    tasks: Sequence[_Task],
+    *,
+    num_workers: int | None,
+    label: str,
+    num_samples: int | None,
+) -> Iterator[tuple[_Task, _Result]]:
+    """Calls `work` for each task in a pool; gives the results as they come, and shows how many samples are done."""
+    if not tasks:
+        return
+    num_done = multiprocessing.Value("q", 0)
+    columns = (
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    pool = ProcessPoolExecutor(
+        min(num_workers or os.cpu_count() or 1, len(tasks)), initializer=_start_worker, initargs=(num_done,)
+    )
+    try:
+        # Before the progress bar: it has a thread, and processes are better forked without.
+        futures = {pool.submit(work, task): task for task in tasks}
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bar = progress.add_task(label, total=num_samples)
+            pending = set(futures)
+            while pending:
+                done, pending = wait(pending, timeout=REFRESH_S, return_when=FIRST_COMPLETED)
+                progress.update(bar, completed=num_done.value)
+                for future in done:
+                    yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,289 @@
+"""ShardDataModule with a Trainer in one process: epochs, resume, normalisation, logging, demo data."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import HalfPrecision
+from torch import Tensor
+
+from counting import Counting, SaveAt, numbers_module
+from lightning_fourmin import ShardDataModule
+from lightning_fourmin.data.digits import digits_folder
+from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.data.transforms import EvalImage
+from shards import write_numbers
+
+TESTS = Path(__file__).parent
+NUM_SAMPLES = 23
+BATCH_SIZE = 4
+NUM_BATCHES = NUM_SAMPLES // BATCH_SIZE
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("numbers")
+    write_numbers(folder, [9, 2, 12])
+    return str(folder)
+
+
+def trainer(**kwargs: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_val_batches": 0,
+    }
+    return Trainer(**defaults | kwargs)
+
+
+def fit(path: str, ckpt_path: Path | None = None, reads_estimate: bool = False, **kwargs: Any) -> Counting:
+    torch.manual_seed(1)
+    module = Counting(reads_estimate)
+    options = {"num_workers": kwargs.pop("num_workers", 0)}
+    trainer(**kwargs).fit(module, numbers_module(path, BATCH_SIZE, **options), ckpt_path=ckpt_path)
+    return module
+
+
+@pytest.fixture(scope="module")
+def whole(path: str) -> Counting:
+    """Three epochs without a break."""
+    return fit(path)
+
+
+def test_each_epoch_reads_every_sample_at_most_once(whole: Counting) -> None:
+    assert [epoch for epoch, _ in whole.seen] == [epoch for epoch in range(3) for _ in range(NUM_BATCHES)]
+    lines = []
+    for epoch in range(3):
+        numbers = [number for e, batch in whole.seen if e == epoch for number in batch]
+        assert len(set(numbers)) == len(numbers) == NUM_BATCHES * BATCH_SIZE
+        lines.append(tuple(numbers))
+    assert len(set(lines)) == 3
+
+
+@pytest.mark.parametrize("reads_estimate", [False, True])
+@pytest.mark.parametrize(
+    ("hook", "at"),
+    [("batch", 1), ("batch", 7), ("batch", NUM_BATCHES), ("validation", NUM_BATCHES), ("epoch", 2 * NUM_BATCHES)],
+)
+@pytest.mark.parametrize("limit", [1.0, 2])
+def test_resumed_it_goes_on_as_if_never_stopped(
+    path: str, tmp_path: Path, hook: str, at: int, reads_estimate: bool, limit: float
+) -> None:
+    options: dict[str, Any] = {"limit_train_batches": limit, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    if limit == 2:
+        at = {1: 1, 7: 3, NUM_BATCHES: 2, 2 * NUM_BATCHES: 4}[at]
+    expected = fit(path, callbacks=[SaveAt(tmp_path / "some.ckpt", hook, at)], **options)
+    found = fit(path, tmp_path / "some.ckpt", reads_estimate, **options)
+    assert found.seen == expected.seen[at:]
+    assert torch.equal(found.net.weight, expected.net.weight)
+
+
+def test_an_epoch_that_max_steps_ended_goes_on_where_it_was(path: str, tmp_path: Path, whole: Counting) -> None:
+    first = fit(path, max_steps=2, callbacks=[SaveAt(tmp_path / "some.ckpt", "epoch", 2)])
+    second = fit(path, tmp_path / "some.ckpt", max_steps=2 * NUM_BATCHES)
+    assert [batch for _, batch in first.seen + second.seen[: NUM_BATCHES - 2]] == [
+        batch for _, batch in whole.seen[:NUM_BATCHES]
+    ]
+    after = [number for _, batch in second.seen[NUM_BATCHES - 2 :] for number in batch]
+    assert len(set(after)) == len(after) == NUM_BATCHES * BATCH_SIZE
+
+
+def test_resume_does_not_mind_prefetching(path: str, tmp_path: Path) -> None:
+    expected = fit(path, callbacks=[SaveAt(tmp_path / "some.ckpt", "batch", 7)], num_workers=2)
+    assert fit(path, tmp_path / "some.ckpt", num_workers=2).seen == expected.seen[7:]
+
+
+def test_validation_in_the_middle_of_an_epoch_changes_nothing(path: str, whole: Counting) -> None:
+    assert fit(path, limit_val_batches=1.0, val_check_interval=2).seen == whole.seen
+
+
+def test_a_second_fit_goes_on_with_the_next_epoch(path: str, whole: Counting) -> None:
+    torch.manual_seed(1)
+    module, data = Counting(), numbers_module(path, BATCH_SIZE)
+    training = trainer(max_epochs=1)
+    training.fit(module, data)
+    training.fit_loop.max_epochs = 3
+    training.fit(module, data)
+    assert module.seen == whole.seen
+
+
+def test_another_global_batch_is_refused_in_mid_epoch_only(path: str, tmp_path: Path) -> None:
+    for hook, at in (("batch", 2), ("epoch", NUM_BATCHES)):
+        fit(path, callbacks=[SaveAt(tmp_path / f"{hook}.ckpt", hook, at)])
+    with pytest.raises(ShardError, match="after 2 batches of epoch 0 with global_batch 4, but this run has 5"):
+        trainer().fit(Counting(), numbers_module(path, 5), ckpt_path=tmp_path / "batch.ckpt")
+    module = Counting()
+    trainer(max_epochs=2).fit(module, numbers_module(path, 5), ckpt_path=tmp_path / "epoch.ckpt")
+    assert [(epoch, len(batch)) for epoch, batch in module.seen] == [(1, 5)] * 4
+
+
+def test_a_checkpoint_that_was_loaded_to_validate_does_not_move_training(path: str, tmp_path: Path) -> None:
+    fit(path, callbacks=[SaveAt(tmp_path / "some.ckpt", "batch", 2)])
+    data, module = numbers_module(path, BATCH_SIZE), Counting()
+    trainer(limit_val_batches=1.0).validate(module, data, ckpt_path=tmp_path / "some.ckpt", verbose=False)
+    trainer(max_epochs=1).fit(module, data)
+    assert len(module.seen) == NUM_BATCHES
+
+
+def run_until(arguments: list[str], num_steps: int | None) -> list[str]:
+    """The lines of a script that is killed when it has done some steps."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
+    lines: list[str] = []
+    with subprocess.Popen([sys.executable, *arguments], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if num_steps is not None and len(lines) == num_steps:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+    assert process.returncode == (0 if num_steps is None else -signal.SIGKILL)
+    return lines
+
+
+def test_killed_it_reads_every_sample_exactly_once(path: str, tmp_path: Path) -> None:
+    arguments = [str(TESTS / "scripts" / "count.py"), path, str(tmp_path / "last.ckpt")]
+    lines = run_until(arguments, 15) + run_until(arguments, None)
+    assert lines.pop() == "done\n"
+    steps: dict[int, tuple[int, list[int]]] = {}
+    for line in lines:
+        step, epoch, *numbers = map(int, re.findall(r"\d+", line))
+        # A step that was killed before its checkpoint was written is done again.
+        assert steps.setdefault(step, (epoch, numbers)) == (epoch, numbers)
+    assert sorted(steps) == list(range(1, 2 * (NUM_SAMPLES // 2) + 1))
+    for epoch in range(2):
+        seen = Counter(number for e, numbers in steps.values() if e == epoch for number in numbers)
+        assert set(seen.values()) == {1}
+        assert len(seen) == NUM_SAMPLES // 2 * 2
+
+
+class Images(LightningModule):
+    """Keeps the first batch of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.first: dict[str, list[Tensor]] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.first.setdefault("train", batch)
+        return (self.scale * batch[0]).pow(2).mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.first.setdefault("val", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_are_normalised_in_the_compute_dtype(dtype: torch.dtype) -> None:
+    whole_digit = EvalImage(size=8, resize=8)
+    data = ShardDataModule(
+        "digits",
+        100,
+        train_transform=whole_digit,
+        eval_transform=whole_digit,
+        num_workers=0,
+        mean=(0.5, 0.4, 0.3),
+        std=(0.2, 0.3, 0.4),
+    )
+    module = Images()
+    plugins = [HalfPrecision("bf16-true")] if dtype == torch.bfloat16 else []
+    trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1, plugins=plugins).fit(module, data)
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images, found = module.first["val"]
+    assert images.dtype == dtype
+    # 360 digits in 4 equal batches.
+    assert images.shape == (90, 3, 8, 8)
+    assert images.is_contiguous()
+    assert found.tolist() == labels[1437:1527].tolist()
+    channel = torch.tensor(pixels[1437:1527]).view(-1, 1, 8, 8) * (255 / 16)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+    expected = (channel.round() / 255 - mean) / std
+    torch.testing.assert_close(images.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert module.first["train"][0].dtype == dtype
+
+
+def test_digits_are_written_once() -> None:
+    folder = digits_folder()
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert digits_folder() == folder
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+    data = ShardDataModule("digits", 32)
+    assert data.num_classes == 10
+    assert data.steps_per_epoch == 1437 // 32
+    assert not list(folder.parent.glob(".digits-*"))
+
+
+def test_waiting_and_skipped_samples_are_logged(path: str, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    training = trainer(logger=logger, log_every_n_steps=2, max_epochs=1)
+    training.fit(Counting(), numbers_module(path, BATCH_SIZE))
+    logger.save()
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["data_wait_ms"]]
+    assert [int(row["step"]) for row in rows] == [0, 2, 4]
+    assert all(float(row["data_wait_ms"]) > 0 for row in rows)
+    assert all(float(row["data_skipped"]) == 0 for row in rows)
+
+
+def test_workers_end_with_the_run(path: str) -> None:
+    def children() -> set[str]:
+        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+    before = children()
+    fit(path, num_workers=2, limit_val_batches=1.0)
+    deadline = time.monotonic() + 10
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children() - before
+
+
+def test_outside_a_trainer(path: str) -> None:
+    data = numbers_module(path, BATCH_SIZE)
+    assert len(list(data.train_dataloader())) == len(data.train_dataloader()) == data.steps_per_epoch == NUM_BATCHES
+    assert sorted(n for batch in data.val_dataloader() for n in batch.tolist()) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
+        ({"prefetch_factor": 0}, "prefetch_factor=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"window": 0}, "window=0 must be at least 1"),
+        ({"remainder": "keep"}, "remainder='keep' must be one of 'drop', 'wrap'"),
+        ({"on_error": "ignore"}, "on_error='ignore' must be one of 'raise', 'skip'"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardDataModule("digits", **{"batch_size": 1} | arguments)
+
+
+def test_splits_that_do_not_fit(path: str) -> None:
+    with pytest.raises(ShardError, match=r"has no split 'dev' \(it has train\): choose one of these, or pack it"):
+        numbers_module(path, 2, val_split="dev").val_dataloader()
+    with pytest.raises(
+        ShardError, match=r"split 'train' of .*: the split has 23 samples, less than the global batch of 24"
+    ):
+        numbers_module(path, 24).train_dataloader()

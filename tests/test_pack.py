@@ -1,0 +1,233 @@
+"""`fourmin pack`: readable by webdataset, the same bytes for any number of workers, goes on after it was killed."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from lightning_fourmin.data.index import read_index
+from lightning_fourmin.data.pack import PackOptions, pack
+from lightning_fourmin.data.sample import ShardError
+from shards import jpeg
+
+CLASSES = ("cat", "dog", "owl")
+NUM_A_CLASS = 14
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JPEG images of several sizes in three classes, one of them in a folder below, and a PNG."""
+    src = tmp_path_factory.mktemp("images")
+    for label, name in enumerate(CLASSES):
+        (src / name / "more").mkdir(parents=True)
+        for number in range(NUM_A_CLASS):
+            below = "more" if number == 3 else ""
+            suffix = "JPEG" if number % 2 else "jpg"
+            data = jpeg(40 + number, 30 + label, seed=100 * label + number)
+            (src / name / below / f"{name}.{number}.{suffix}").write_bytes(data)
+    (src / "owl" / "line.png").write_bytes(png(90, 20))
+    (src / "owl" / "notes.txt").write_text("not an image")
+    return src
+
+
+def packed(images: Path, out: Path, **kwargs: Any) -> dict[str, bytes]:
+    """The bytes of all files that packing makes."""
+    pack(PackOptions(**{"src": images, "out": out, "shard_count": 5, "num_workers": 2} | kwargs))
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+def samples(out: Path) -> list[dict[str, Any]]:
+    """What webdataset reads."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(out.glob("*.tar")):
+        # Opened here, because webdataset leaves files open.
+        with path.open("rb") as stream:
+            found += group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}]))
+    return found
+
+
+def sources(images: Path) -> set[tuple[bytes, int]]:
+    suffixes = (".jpg", ".JPEG", ".png")
+    found = [path for path in images.rglob("*") if path.suffix in suffixes]
+    return {(path.read_bytes(), CLASSES.index(path.relative_to(images).parts[0])) for path in found}
+
+
+def test_webdataset_reads_every_image_with_its_class(images: Path, tmp_path: Path) -> None:
+    packed(images, tmp_path)
+    found = samples(tmp_path)
+    pairs = [(sample.get("jpg") or sample["png"], int(sample["cls"])) for sample in found]
+    assert set(pairs) == sources(images)
+    assert len(pairs) == len(CLASSES) * NUM_A_CLASS + 1
+    assert [sample["__key__"] for sample in found] == [f"{number:09d}" for number in range(len(found))]
+    labels = [label for _, label in pairs]
+    assert labels != sorted(labels)
+
+
+def test_the_same_bytes_for_any_number_of_workers(images: Path, tmp_path: Path) -> None:
+    one = packed(images, tmp_path / "one", num_workers=1)
+    assert packed(images, tmp_path / "three", num_workers=3) == one
+    assert sorted(one) == ["index.json", *(f"train-{number:06d}.tar" for number in range(5))]
+    other = packed(images, tmp_path / "seed", seed=1)
+    assert other["train-000000.tar"] != one["train-000000.tar"]
+
+
+def test_index(images: Path, tmp_path: Path) -> None:
+    files = packed(images, tmp_path)
+    content = json.loads(files["index.json"])
+    assert content["classes"] == list(CLASSES)
+    split = content["splits"]["train"]
+    assert split["num_samples"] == 43
+    assert split["num_bytes"] == sum(len(data) for name, data in files.items() if name.endswith(".tar"))
+    sizes = split["image_sizes"]
+    assert (sizes["num_images"], sizes["smallest"], sizes["largest"]) == (43, [40, 20], [90, 32])
+    widths = [40 + number for number in range(NUM_A_CLASS)] * 3 + [90]
+    assert sizes["mean"][0] == pytest.approx(sum(widths) / 43)
+    assert read_index(str(tmp_path)).splits["train"].num_samples == 43
+
+
+def test_shard_mb_bounds_the_sources_of_a_shard(images: Path, tmp_path: Path) -> None:
+    total = sum(len(data) for data, _ in sources(images))
+    files = packed(images, tmp_path, shard_count=None, shard_mb=total / 4e6)
+    found = samples(tmp_path)
+    by_shard: dict[str, int] = {}
+    for sample in found:
+        data = sample.get("jpg") or sample["png"]
+        by_shard[sample["__url__"]] = by_shard.get(sample["__url__"], 0) + len(data)
+    assert len(by_shard) == len(files) - 1 == 5
+    assert all(0.7 * total / 4 < size <= total / 4 for size in list(by_shard.values())[:-1])
+
+
+@pytest.mark.parametrize(("resize", "quality"), [(16, None), (16, 50), (None, 50)])
+def test_images_made_smaller(images: Path, tmp_path: Path, resize: int | None, quality: int | None) -> None:
+    packed(images, tmp_path, resize=resize, quality=quality)
+    num_bytes = 0
+    for sample in samples(tmp_path):
+        image = Image.open(io.BytesIO(sample["jpg"]))
+        assert min(image.size) == resize or (resize is None and min(image.size) >= 20)
+        num_bytes += len(sample["jpg"])
+    assert num_bytes < sum(len(data) for data, _ in sources(images))
+
+
+def test_resize_leaves_small_images_as_they_are(images: Path, tmp_path: Path) -> None:
+    packed(images, tmp_path, resize=64)
+    pairs = {(sample.get("jpg") or sample["png"], int(sample["cls"])) for sample in samples(tmp_path)}
+    assert pairs == sources(images)
+
+
+def test_splits_share_a_folder_and_its_classes(images: Path, tmp_path: Path) -> None:
+    packed(images, tmp_path)
+    val = tmp_path / "val_images" / "owl"
+    val.mkdir(parents=True)
+    (val / "1.jpg").write_bytes(jpeg(8, 8))
+    pack(PackOptions(val.parent, tmp_path, split="val"))
+    index = read_index(str(tmp_path))
+    assert sorted(index.splits) == ["train", "val"]
+    assert index.classes == CLASSES
+    assert samples(tmp_path)[-1]["cls"] == b"2"
+    (val.parent / "yak").mkdir()
+    with pytest.raises(ShardError, match=r"class 'yak' of .* is not among the 3 classes of"):
+        pack(PackOptions(val.parent, tmp_path, split="test"))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from lightning_fourmin.data.pack import PackOptions, pack
+pack(PackOptions(Path(sys.argv[1]), Path(sys.argv[2]), shard_count=40, resize=24, num_workers=2))
+"""
+
+
+def children(pid: int) -> list[int]:
+    listing = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listing.read_text().split()] if listing.exists() else []
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
+def test_killed_it_goes_on_and_leaves_no_process(tmp_path: Path) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    (src / "a").mkdir(parents=True)
+    data = jpeg(700, 700)
+    for number in range(200):
+        (src / "a" / f"{number}.jpg").write_bytes(data + bytes([number]))
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(src), str(out)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(out.glob(".pack-train/*.json"))) < 3:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        workers = children(process.pid)
+        assert workers
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    written = {path.stem: path.read_text() for path in out.glob(".pack-train/*.json")}
+    before = {number: (out / f"train-{number}.tar").stat().st_mtime_ns for number in written}
+    assert not (out / "index.json").exists()
+    assert 3 <= len(written) < 40
+    options = {"shard_count": 40, "resize": 24}
+    files = packed(src, out, **options)
+    assert {number: (out / f"train-{number}.tar").stat().st_mtime_ns for number in written} == before
+    assert files == packed(src, tmp_path / "at once", **options)
+
+
+def test_unfinished_shards_of_other_options_are_written_again(images: Path, tmp_path: Path) -> None:
+    bad = images / "cat" / "bad.jpg"
+    bad.write_bytes(b"\xff\xd8 damaged")
+    try:
+        with pytest.raises(ShardError, match=r"1 images cannot be read.*\n.*cat/bad.jpg"):
+            packed(images, tmp_path / "out")
+    finally:
+        bad.unlink()
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert packed(images, tmp_path / "out") == packed(images, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"src": Path("nowhere")}, "src=nowhere is not a folder"),
+        ({"split": "a/b"}, "split='a/b' is part of file names"),
+        ({"shard_mb": 0}, "shard_mb=0 must be at least 1e-06"),
+        ({"quality": 101}, "quality=101 must be at least 1 and at most 100"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"shard_count": 99}, "shard_count=99 is more than the 43 images"),
+    ],
+)
+def test_options_that_make_no_sense(images: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShardError, match=message):
+        packed(images, tmp_path, **options)
+
+
+def test_nothing_is_overwritten(images: Path, tmp_path: Path) -> None:
+    packed(images, tmp_path)
+    with pytest.raises(ShardError, match="has a split 'train' already"):
+        packed(images, tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(ShardError, match=r"train-000000.tar is there, but no index has it"):
+        packed(images, tmp_path)
+
+
+def test_no_images(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="has no images: it must hold one folder a class"):
+        pack(PackOptions(tmp_path, tmp_path / "out"))

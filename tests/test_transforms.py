@@ -1,0 +1,141 @@
+"""Decoding and augmentation against Pillow, and the random boxes against their definition."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from lightning_fourmin.data.decode import decode, image_size, resized
+from lightning_fourmin.data.transforms import EvalImage, TrainImage, random_box
+from shards import jpeg
+
+SIDE = st.integers(1, 900)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def encoded(mode: str, kind: str) -> tuple[bytes, Image.Image]:
+    image = Image.open(io.BytesIO(jpeg(64, 48))).convert(mode)
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue(), Image.open(io.BytesIO(file.getvalue())).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGB", "PNG"), ("L", "PNG"), ("P", "PNG"), ("RGBA", "WEBP")],
+)
+def test_decode_like_pillow(mode: str, kind: str) -> None:
+    data, expected = encoded(mode, kind)
+    assert image_size(data) == (64, 48)
+    difference = np.abs(decode(data).astype(int) - np.asarray(expected).astype(int))
+    assert difference.max() <= 3
+
+
+@pytest.mark.parametrize(
+    ("least", "size"),
+    [
+        ((0, 0), (300, 400)),
+        ((400, 300), (300, 400)),
+        ((201, 10), (300, 400)),
+        ((190, 140), (150, 200)),
+        ((50, 37), (38, 50)),
+    ],
+)
+def test_a_jpeg_is_decoded_no_larger_than_needed(least: tuple[int, int], size: tuple[int, int]) -> None:
+    pixels = decode(jpeg(400, 300), *least)
+    assert pixels.shape == (*size, 3)
+    expected = Image.open(io.BytesIO(jpeg(400, 300))).resize((size[1], size[0]), Image.Resampling.BOX)
+    assert np.abs(pixels.astype(int) - np.asarray(expected).astype(int)).mean() < 2
+
+
+@pytest.mark.parametrize("data", [b"", b"nothing", jpeg(99, 99)[:200], jpeg(99, 99)[:-300]])
+def test_damaged_images(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"cannot identify|truncated|[Tt]runcated"):
+        decode(data)
+
+
+def test_resized_like_pillow() -> None:
+    pixels = rng().integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    for width, height in ((30, 40), (140, 200), (70, 90)):
+        expected = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
+        assert np.abs(resized(pixels, width, height).astype(int) - expected.astype(int)).max() <= 1
+
+
+@given(SIDE, SIDE, st.integers(0, 2**32))
+def test_random_boxes_are_parts_of_the_image(width: int, height: int, seed: int) -> None:
+    box = random_box(width, height, (0.08, 1.0), (3 / 4, 4 / 3), rng(seed))
+    assert box.width > 0
+    assert box.height > 0
+    assert 0 <= box.left <= width - box.width
+    assert 0 <= box.top <= height - box.height
+
+
+def test_random_boxes_have_the_areas_and_shapes_asked_for() -> None:
+    generator = rng(1)
+    boxes = [random_box(1000, 1000, (0.1, 0.5), (1 / 2, 2), generator) for _ in range(4000)]
+    areas = np.array([box.width * box.height / 1e6 for box in boxes])
+    shapes = np.log([box.width / box.height for box in boxes])
+    assert areas.min() == pytest.approx(0.1, abs=0.01)
+    assert areas.max() == pytest.approx(0.5, abs=0.01)
+    assert np.median(areas) == pytest.approx(0.3, abs=0.02)
+    assert shapes.min() == pytest.approx(-np.log(2), abs=0.02)
+    assert np.median(shapes) == pytest.approx(0, abs=0.06)
+    free = [box.left / (1000 - box.width) for box in boxes]
+    assert np.mean(free) == pytest.approx(0.5, abs=0.02)
+
+
+def test_an_image_too_long_for_the_shapes_gives_its_middle() -> None:
+    assert random_box(1000, 10, (0.9, 1.0), (3 / 4, 4 / 3), rng()) == (493, 0, 13, 10)
+
+
+@pytest.mark.parametrize("size", [(500, 375), (1400, 1000), (60, 200)])
+def test_training_pixels_are_those_of_a_box(size: tuple[int, int]) -> None:
+    """Scaled decoding changes little: the same box cut and resized by Pillow at full size gives nearly the same."""
+    data = jpeg(*size, seed=3)
+    transform = TrainImage(size=64, flip=False)
+    full = Image.open(io.BytesIO(data))
+    for seed in range(8):
+        pixels = transform.pixels(data, rng(seed))
+        assert pixels.shape == (64, 64, 3)
+        box = random_box(*size, transform.scale, transform.ratio, rng(seed))
+        part = full.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+        expected = np.asarray(part.resize((64, 64), Image.Resampling.BILINEAR))
+        assert np.abs(pixels.astype(int) - expected.astype(int)).mean() < 3
+
+
+def test_every_second_image_is_flipped() -> None:
+    data = jpeg(40, 40)
+    flipped = 0
+    for seed in range(200):
+        box = {"size": 40, "scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
+        plain = TrainImage(**box, flip=False).pixels(data, rng(seed))
+        pixels = TrainImage(**box).pixels(data, rng(seed))
+        mirrored = np.array_equal(pixels, plain[:, ::-1])
+        assert mirrored or np.array_equal(pixels, plain)
+        flipped += mirrored
+    assert 70 < flipped < 130
+
+
+@pytest.mark.parametrize("size", [(500, 375), (300, 400), (50, 40)])
+def test_evaluation_takes_the_middle(size: tuple[int, int]) -> None:
+    data = jpeg(*size)
+    pixels = EvalImage(size=56, resize=64).pixels(data, rng())
+    full = Image.open(io.BytesIO(data))
+    factor = 64 / min(size)
+    small = full.resize((round(size[0] * factor), round(size[1] * factor)), Image.Resampling.BILINEAR)
+    left, top = round((small.width - 56) / 2), round((small.height - 56) / 2)
+    expected = np.asarray(small.crop((left, top, left + 56, top + 56)))
+    assert np.abs(pixels.astype(int) - expected.astype(int)).max() <= 3
+
+
+def test_nothing_to_crop() -> None:
+    arguments: dict[str, Any] = {"size": 64, "resize": 60}
+    with pytest.raises(ValueError, match="resize=60 is less than size=64"):
+        EvalImage(**arguments)
