@@ -67,11 +67,17 @@ BAD = {
 
 
 @pytest.mark.parametrize(("sample", "message"), BAD.values(), ids=BAD)
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_bad_samples(tmp_path: Path, sample: dict[str, Any], message: str, num_workers: int) -> None:
+def test_bad_samples(tmp_path: Path, sample: dict[str, Any], message: str) -> None:
     write_images(tmp_path, sample)
     with pytest.raises(ShardError, match=f"^{message}"):
-        list(loader(tmp_path, num_workers=num_workers))
+        list(loader(tmp_path))
+
+
+def test_errors_of_workers_arrive_as_they_are(tmp_path: Path) -> None:
+    sample, message = BAD["bad image"]
+    write_images(tmp_path, sample)
+    with pytest.raises(ShardError, match=f"^{message}"):
+        list(loader(tmp_path, num_workers=1))
 
 
 @pytest.mark.parametrize(("sample", "message"), BAD.values(), ids=BAD)

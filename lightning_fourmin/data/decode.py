@@ -52,8 +52,9 @@ def resized(pixels: Pixels, width: int, height: int) -> Pixels:
     """The image at another size, smoothed as Pillow does it."""
     if pixels.shape[:2] == (height, width):
         return pixels
-    planes = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
-    result: Pixels = interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
+    # Channels last without gaps: only so does the result come channels last, too, and needs no transposing.
+    batch = torch.from_numpy(np.ascontiguousarray(pixels)).unsqueeze(0).permute(0, 3, 1, 2)
+    result: Pixels = interpolate(batch, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
     return result
 
 

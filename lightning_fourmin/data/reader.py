@@ -24,6 +24,7 @@ class TarCursor:
         self.position = 0
         """Samples passed."""
         self._file = file
+        self._seeks = seeks
         self._failure: ShardError | None = None
         try:
             # A stream cannot seek: there tarfile reads what is passed over.
@@ -76,9 +77,14 @@ class TarCursor:
 
     def _data(self, info: tarfile.TarInfo) -> bytes:
         try:
-            file = self._tar.extractfile(info)
-            assert file is not None
-            data = file.read()
+            if self._seeks:
+                # Twice as fast as the file object that tarfile makes for it.
+                self._file.seek(info.offset_data)
+                data = self._file.read(info.size)
+            else:
+                file = self._tar.extractfile(info)
+                assert file is not None
+                data = file.read()
             if len(data) < info.size:
                 raise tarfile.ReadError("unexpected end of data")
             return data
