@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from pool import RankPool
-from ranks import WARNING_EXCEPTIONS
+from ranks import WARNING_EXCEPTIONS, restore_loaders
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,6 +20,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tables that the user of this machine has measured stay out of the tests, and those of the tests out of theirs."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def loaders_as_torch_made_them() -> Iterator[None]:
+    yield
+    restore_loaders()
 
 
 @pytest.fixture(scope="session")

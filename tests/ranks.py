@@ -20,6 +20,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning_utilities.core.inheritance import get_all_subclasses
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 ADDRESS = "127.0.0.1"
@@ -154,6 +156,16 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
+def restore_loaders() -> None:
+    """Lightning wraps the methods of torch's loaders while it asks for one, and an error leaves them wrapped."""
+    for base in (DataLoader, BatchSampler):
+        for cls in {base, *get_all_subclasses(base)}:
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if (kept := f"__old{name}") in vars(cls):
+                    setattr(cls, name, getattr(cls, kept))
+                    delattr(cls, kept)
+
+
 def _run_case(case: Case, call: bytes) -> tuple[bool, bytes]:
     """Whether the case passed, and its pickled result or the text of its traceback."""
     global CASE
@@ -174,6 +186,7 @@ def _run_case(case: Case, call: bytes) -> tuple[bool, bytes]:
         return False, traceback.format_exc().encode()
     finally:
         CASE = None
+        restore_loaders()
         os.environ.clear()
         os.environ.update(environment)
         sys.stdout.flush()

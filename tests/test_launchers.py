@@ -38,6 +38,8 @@ class Run:
                 stderr=subprocess.STDOUT,
                 # A group of its own: a signal to the group reaches the ranks and not pytest.
                 start_new_session=True,
+                # A shell that runs the tests in the background has them ignore Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
