@@ -1,6 +1,7 @@
 """A rank process of the pool: the case it runs, what it tells Lightning about it, and its life from case to case."""
 
 import faulthandler
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -161,8 +162,9 @@ def restore_loaders() -> None:
     for base in (DataLoader, BatchSampler):
         for cls in {base, *get_all_subclasses(base)}:
             for name in ("__init__", "__setattr__", "__delattr__"):
+                if name in vars(cls):
+                    setattr(cls, name, inspect.unwrap(vars(cls)[name]))
                 if (kept := f"__old{name}") in vars(cls):
-                    setattr(cls, name, getattr(cls, kept))
                     delattr(cls, kept)
 
 
