@@ -20,7 +20,7 @@ WARMUP_ROUNDS = 3
 
 
 def measure(ways: dict[str, Way], num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Times of each way, alternated, after rounds that do not count: TCP needs three to open its window."""
+    """Times of each way, alternated, after rounds that do not count: the first ones touch fresh memory."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     data = torch.ones(num_bytes // 4)
     for turn in range(-WARMUP_ROUNDS, rounds):
