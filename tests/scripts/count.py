@@ -1,4 +1,4 @@
-"""A training script that may be killed: `count.py shards checkpoint [strategy]` prints what steps saw, saves, resumes."""
+"""A training script that may be killed: `count.py shards checkpoint [strategy]` prints its steps, saves, resumes."""
 
 import sys
 from pathlib import Path
