@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ def write_shard(path: Path, samples: Sequence[dict[str, Any]]) -> Shard:
     return Shard(path.name, len(samples), len(content), hashlib.sha256(content).hexdigest())
 
 
-def write_numbers(folder: Path, shard_sizes: Sequence[int], split: str = "train") -> Split:
-    """Shards whose samples hold their own number in field `cls`."""
+def write_numbers(
+    folder: Path, shard_sizes: Sequence[int], split: str = "train", damaged: Collection[int] = ()
+) -> Split:
+    """Shards whose samples hold their own number in field `cls`, unless they are damaged."""
     shards, first = [], 0
     for number, size in enumerate(shard_sizes):
-        samples = [{"__key__": f"{n:06d}", "cls": n} for n in range(first, first + size)]
+        samples = [{"__key__": f"{n:06d}", "cls": "damaged" if n in damaged else n} for n in range(first, first + size)]
         shards.append(write_shard(folder / f"{split}-{number:06d}.tar", samples))
         first += size
     made = Split(tuple(shards), image_sizes=None)

@@ -1,4 +1,4 @@
-"""Damaged data while loading: the error names shard, member and offset, or another sample stands in."""
+"""Damaged data while loading: the error names shard, member and offset, or the sample is skipped."""
 
 import io
 import logging
@@ -38,8 +38,9 @@ def loader(folder: Path, transform: Any = IMAGE, num_workers: int = 0, **kwargs:
     return EvalLoader(data, Deal(1, 3, 1), 0, num_workers=num_workers, prefetch_factor=2, pin_memory=False)
 
 
-def labels(found: Any) -> list[int]:
-    return [label for _, batch in found for label in batch.tolist()]
+def labels(found: Any) -> list[list[int]]:
+    """Labels of each batch."""
+    return [batch.tolist() for _, batch in found]
 
 
 BAD = {
@@ -80,31 +81,36 @@ def test_errors_of_workers_arrive_as_they_are(tmp_path: Path) -> None:
         list(loader(tmp_path, num_workers=1))
 
 
+SKIPPED = {"omit": [[0, 1], [2, 3, 0], [1, 2, 3]], "repeat": [[0, 1, 0], [2, 3, 0], [1, 2, 3]]}
+
+
+@pytest.mark.parametrize("on_error", SKIPPED)
 @pytest.mark.parametrize(("sample", "message"), BAD.values(), ids=BAD)
 def test_bad_samples_skipped(
-    tmp_path: Path, sample: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, sample: dict[str, Any], message: str, on_error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_images(tmp_path, sample)
-    found = loader(tmp_path, on_error="skip")
+    found = loader(tmp_path, on_error=on_error)
     with caplog.at_level(logging.WARNING):
-        assert labels(found) == [0, 1, 1, 2, 3, 0, 1, 2, 3]
+        assert labels(found) == SKIPPED[on_error]
     assert found.num_skipped == 1
     (record,) = caplog.records
     assert "rank 0 skipped a sample (1 so far): train-0.tar: " in record.getMessage()
 
 
-def test_bad_first_samples_are_stood_in_for_by_later_ones(tmp_path: Path) -> None:
-    good = [{"__key__": f"good{number}", "jpg": jpeg(9, 9), "cls": number} for number in (3, 4)]
-    shard = write_shard(tmp_path / "train-0.tar", [{"__key__": "bad", "cls": 1}, *good])
-    Index((), {"train": Split((shard,), None)}).write(tmp_path)
-    assert labels(loader(tmp_path, on_error="skip")) == [4, 3, 4]
-
-
 def test_a_batch_without_any_good_sample(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "train-0.tar", [{"__key__": f"bad{number}", "cls": 1} for number in range(3)])
+    bad = [{"__key__": f"bad{number}", "cls": 1} for number in range(4)]
+    write_images(tmp_path, *bad)
+    # 12 samples: two good, three bad, one bad with two good, three good.
+    message = r"sample bad1 at offset \d+ has no field jpg .*\(and no other sample of its batch is good\)"
+    with pytest.raises(ShardError, match=message):
+        labels(loader(tmp_path, on_error="omit"))
+    # In training those of the batch before stand in.
+    assert labels(loader(tmp_path, on_error="repeat")) == [[0, 1, 0], [0, 1, 0], [2, 3, 0], [1, 2, 3]]
+    shard = write_shard(tmp_path / "train-0.tar", bad)
     Index((), {"train": Split((shard,), None)}).write(tmp_path)
-    with pytest.raises(ShardError, match=r"has no field jpg .*no sample of its batch is good, so none can stand in"):
-        list(loader(tmp_path, on_error="skip"))
+    with pytest.raises(ShardError, match=message.replace("bad1", "bad0")):
+        labels(loader(tmp_path, on_error="repeat"))
 
 
 def truncate(folder: Path) -> None:
@@ -134,7 +140,7 @@ SHARD_DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize(("damage", "message"), SHARD_DAMAGE.values(), ids=SHARD_DAMAGE)
 def test_damaged_shards(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     write_images(tmp_path)
-    assert labels(loader(tmp_path)) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert labels(loader(tmp_path)) == [[0, 1], [2, 3, 0], [1, 2, 3]]
     damage(tmp_path)
     with pytest.raises(ShardError, match=message):
         list(loader(tmp_path))
@@ -143,8 +149,8 @@ def test_damaged_shards(tmp_path: Path, damage: Callable[[Path], None], message:
 def test_a_shard_that_ends_early_is_skipped_to_its_end(tmp_path: Path) -> None:
     write_images(tmp_path)
     exchange(tmp_path)
-    found = loader(tmp_path, on_error="skip")
-    assert labels(found) == [0, 0, 0, 0, 0, 1, 2, 3]
+    found = loader(tmp_path, on_error="omit")
+    assert labels(found) == [[0, 0], [0], [1, 2, 3]]
     assert found.num_skipped == 2
 
 
@@ -152,7 +158,7 @@ def test_the_same_field_twice(tmp_path: Path) -> None:
     write_images(tmp_path, {"__key__": "bad", "jpg": jpeg(9, 9), "JPG": jpeg(9, 9), "cls": 1})
     with pytest.raises(ShardError, match=r"train-0.tar: member bad.jpg at offset \d+ is there twice"):
         list(loader(tmp_path))
-    assert labels(loader(tmp_path, on_error="skip")) == [0, 1, 1, 2, 3, 0, 1, 2, 3]
+    assert labels(loader(tmp_path, on_error="omit")) == SKIPPED["omit"]
 
 
 def test_an_empty_shard_is_passed_over(tmp_path: Path) -> None:
@@ -172,8 +178,8 @@ def test_errors_of_the_transform_say_where(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="one over zero") as caught:
         list(loader(tmp_path, transform=fails))
     assert caught.value.__notes__ == ["in the transform of sample 000002 of train-000000.tar"]
-    found = loader(tmp_path, transform=fails, on_error="skip")
-    assert [number for batch in found for number in batch.tolist()] == [0, 1, 1, 3, 4, 5]
+    found = loader(tmp_path, transform=fails, on_error="omit")
+    assert [batch.tolist() for batch in found] == [[0, 1], [3, 4, 5]]
     with pytest.raises(ZeroDivisionError, match=r"in the transform of sample 000002 of train-000000.tar"):
         list(loader(tmp_path, transform=fails, num_workers=1))
 
@@ -182,7 +188,7 @@ def test_counts_stay_equal_on_all_ranks(tmp_path: Path) -> None:
     write_images(tmp_path, {"__key__": "bad", "cls": 1}, {"__key__": "worse", "cls": 1})
     split = read_index(str(tmp_path)).splits["train"]
     data = ShardDataset(
-        split, str(tmp_path), transform=IMAGE, seed=0, window=3, collate=default_collate, on_error="skip"
+        split, str(tmp_path), transform=IMAGE, seed=0, window=3, collate=default_collate, on_error="repeat"
     )
     options = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": False, "remainder": "drop"}
     counts = [[len(batch[1]) for batch in TrainLoader(data, Deal(2, 2, 1), rank, **options)] for rank in range(2)]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,15 +31,15 @@ def train(
     batch_size: int,
     ckpt_path: str | None = None,
     save_path: str | None = None,
-    num_workers: int = 0,
     max_steps: int = -1,
+    **kwargs: Any,
 ) -> list[tuple[int, list[int]]]:
     """What this rank saw in two epochs, or up to a step after which it saves."""
     torch.manual_seed(1)
     module = Counting()
     callbacks = [] if save_path is None else [SaveAt(Path(save_path), "batch", max_steps)]
     trainer = rank_trainer(strategy, max_epochs=2, max_steps=max_steps, limit_val_batches=0, callbacks=callbacks)
-    trainer.fit(module, numbers_module(path, batch_size, num_workers=num_workers), ckpt_path=ckpt_path)
+    trainer.fit(module, numbers_module(path, batch_size, **kwargs), ckpt_path=ckpt_path)
     return module.seen
 
 
@@ -69,10 +70,10 @@ def test_resume_on_the_same_and_on_another_number_of_ranks(ranks: RankPool, path
     assert sorted(numbers(third, epoch=1)) == sorted(numbers(whole, epoch=1))
 
 
-def evaluate(strategy: str, path: str, batch_size: int) -> tuple[float, float]:
+def evaluate(strategy: str, path: str, batch_size: int, on_error: str = "raise") -> tuple[float, float]:
     """Accuracy by torchmetrics, and as Lightning averages logged values."""
     trainer = rank_trainer(strategy)
-    (metrics,) = trainer.validate(Counting(), numbers_module(path, batch_size, num_workers=0), verbose=False)
+    (metrics,) = trainer.validate(Counting(), numbers_module(path, batch_size, on_error=on_error), verbose=False)
     return metrics["top1"], metrics["mean_epoch"]
 
 
@@ -86,6 +87,20 @@ def test_evaluation_on_ranks_is_exact(ranks: RankPool, path: str, strategy: str,
         # With ddp it is not: there Lightning rounds the mean number of samples a rank, 7.5 here.
         if strategy == "fourmin":
             assert mean == pytest.approx(alone[1])
+
+
+def test_evaluation_leaves_damaged_samples_out(ranks: RankPool, tmp_path: Path) -> None:
+    write_numbers(tmp_path, SHARD_SIZES, damaged=(0, 7, 8, 29))
+    # Of the multiples of 3 only 0 is damaged.
+    for answer in ranks.run(evaluate, "fourmin", str(tmp_path), 4, on_error="skip", nodes=[3, 1]):
+        assert answer == pytest.approx((9 / 26, 9 / 26))
+
+
+def test_training_on_damaged_samples_stays_even(ranks: RankPool, tmp_path: Path) -> None:
+    write_numbers(tmp_path, SHARD_SIZES, damaged=(0, 7, 8, 29))
+    answers = ranks.run(train, "fourmin", str(tmp_path), 5, on_error="skip", world=2)
+    assert [[len(batch) for _, batch in seen] for seen in answers] == [[5] * 6] * 2
+    assert set(numbers(answers, epoch=0)) == set(range(NUM_SAMPLES)) - {0, 7, 8, 29}
 
 
 def evaluate_error(path: str) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor
 
 from counting import Counting, SaveAt, numbers_module
-from lightning_fourmin import ShardDataModule
+from lightning_fourmin import FourMinPrecision, ShardDataModule
 from lightning_fourmin.data.digits import digits_folder
 from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.transforms import EvalImage
@@ -113,6 +114,34 @@ def test_validation_in_the_middle_of_an_epoch_changes_nothing(path: str, whole: 
     assert fit(path, limit_val_batches=1.0, val_check_interval=2).seen == whole.seen
 
 
+def test_resumed_from_a_validation_in_the_middle_of_an_epoch(path: str, tmp_path: Path, whole: Counting) -> None:
+    options: dict[str, Any] = {"limit_val_batches": 1.0, "val_check_interval": 2}
+    fit(path, callbacks=[SaveAt(tmp_path / "some.ckpt", "validation", 2)], **options)
+    assert fit(path, tmp_path / "some.ckpt", **options).seen == whole.seen[2:]
+
+
+def test_reloaded_loaders_go_on_alike(path: str, tmp_path: Path, whole: Counting) -> None:
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    found = fit(path, callbacks=[SaveAt(tmp_path / "some.ckpt", "batch", 7)], **options)
+    assert found.seen == whole.seen
+    assert fit(path, tmp_path / "some.ckpt", **options).seen == whole.seen[7:]
+
+
+def test_two_trainers_may_share_a_data_module(path: str, whole: Counting) -> None:
+    data = numbers_module(path, BATCH_SIZE)
+    for _ in range(2):
+        module, training = Counting(), trainer(limit_val_batches=1.0)
+        training.validate(module, data, verbose=False)
+        training.fit(module, data)
+        assert module.seen == whole.seen
+
+
+def test_overfitting_sees_the_same_batches_in_every_epoch(path: str) -> None:
+    seen = fit(path, overfit_batches=2).seen
+    assert [epoch for epoch, _ in seen] == [0, 0, 1, 1, 2, 2]
+    assert [batch for _, batch in seen] == [[0, 1, 2], [3, 4, 5, 6]] * 3
+
+
 def test_a_second_fit_goes_on_with_the_next_epoch(path: str, whole: Counting) -> None:
     torch.manual_seed(1)
     module, data = Counting(), numbers_module(path, BATCH_SIZE)
@@ -144,6 +173,7 @@ def test_a_checkpoint_that_was_loaded_to_validate_does_not_move_training(path: s
 def run_until(arguments: list[str], num_steps: int | None) -> list[str]:
     """The lines of a script that is killed when it has done some steps."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
     lines: list[str] = []
     with subprocess.Popen([sys.executable, *arguments], env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -172,6 +202,24 @@ def test_killed_it_reads_every_sample_exactly_once(path: str, tmp_path: Path) ->
         assert len(seen) == NUM_SAMPLES // 2 * 2
 
 
+def test_it_can_be_pickled_after_a_run(path: str) -> None:
+    """As a second run needs that spawns its ranks."""
+    data = numbers_module(path, BATCH_SIZE, num_workers=1)
+    trainer(max_epochs=1).fit(Counting(), data)
+    data.trainer = None
+    again = pickle.loads(pickle.dumps(data))
+    assert len(list(again.train_dataloader())) == NUM_BATCHES
+
+
+def test_a_spawned_rank_reads_the_same(path: str, tmp_path: Path) -> None:
+    arguments = [str(TESTS / "scripts" / "count.py"), path, str(tmp_path / "last.ckpt"), "fourmin_spawn"]
+    lines = run_until(arguments, None)
+    assert lines.pop() == "done\n"
+    data = numbers_module(path, 2, num_workers=2)
+    numbers = [" ".join(map(str, batch.tolist())) for batch in data.train_dataloader()]
+    assert lines[: len(numbers)] == [f"step {step} 0 {batch}\n" for step, batch in enumerate(numbers, 1)]
+
+
 class Images(LightningModule):
     """Keeps the first batch of each kind."""
 
@@ -191,8 +239,16 @@ class Images(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_images_are_normalised_in_the_compute_dtype(dtype: torch.dtype) -> None:
+PRECISIONS: dict[str, tuple[list[Any], torch.dtype, float]] = {
+    "fp32": ([], torch.float32, 1e-5),
+    "lightning's bf16": ([HalfPrecision("bf16-true")], torch.bfloat16, 1e-2),
+    "fp16": ([FourMinPrecision("fp16")], torch.float16, 1e-3),
+    "bf16": ([FourMinPrecision("bf16")], torch.bfloat16, 1e-2),
+}
+
+
+@pytest.mark.parametrize(("plugins", "dtype", "tolerance"), PRECISIONS.values(), ids=PRECISIONS)
+def test_images_are_normalised_in_the_compute_dtype(plugins: list[Any], dtype: torch.dtype, tolerance: float) -> None:
     whole_digit = EvalImage(size=8, resize=8)
     data = ShardDataModule(
         "digits",
@@ -204,7 +260,6 @@ def test_images_are_normalised_in_the_compute_dtype(dtype: torch.dtype) -> None:
         std=(0.2, 0.3, 0.4),
     )
     module = Images()
-    plugins = [HalfPrecision("bf16-true")] if dtype == torch.bfloat16 else []
     trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1, plugins=plugins).fit(module, data)
     from sklearn.datasets import load_digits
 
@@ -218,7 +273,7 @@ def test_images_are_normalised_in_the_compute_dtype(dtype: torch.dtype) -> None:
     channel = torch.tensor(pixels[1437:1527]).view(-1, 1, 8, 8) * (255 / 16)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
     expected = (channel.round() / 255 - mean) / std
-    torch.testing.assert_close(images.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    torch.testing.assert_close(images.double(), expected, rtol=tolerance, atol=1e-5)
     assert module.first["train"][0].dtype == dtype
 
 
@@ -240,7 +295,7 @@ def test_waiting_and_skipped_samples_are_logged(path: str, tmp_path: Path) -> No
     logger.save()
     with open(Path(logger.log_dir) / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["data_wait_ms"]]
-    assert [int(row["step"]) for row in rows] == [0, 2, 4]
+    assert [int(row["step"]) for row in rows] == [1, 3]
     assert all(float(row["data_wait_ms"]) > 0 for row in rows)
     assert all(float(row["data_skipped"]) == 0 for row in rows)
 

@@ -1,6 +1,8 @@
 """Decoding and augmentation against Pillow, and the random boxes against their definition."""
 
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_fourmin.data.decode import decode, image_size, resized
+from lightning_fourmin.data.decode import Encoded, resized
 from lightning_fourmin.data.transforms import EvalImage, TrainImage, random_box
 from shards import jpeg
 
@@ -33,8 +35,9 @@ def encoded(mode: str, kind: str) -> tuple[bytes, Image.Image]:
 )
 def test_decode_like_pillow(mode: str, kind: str) -> None:
     data, expected = encoded(mode, kind)
-    assert image_size(data) == (64, 48)
-    difference = np.abs(decode(data).astype(int) - np.asarray(expected).astype(int))
+    image = Encoded.of(data)
+    assert (image.width, image.height) == (64, 48)
+    difference = np.abs(image.pixels().astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= 3
 
 
@@ -49,7 +52,7 @@ def test_decode_like_pillow(mode: str, kind: str) -> None:
     ],
 )
 def test_a_jpeg_is_decoded_no_larger_than_needed(least: tuple[int, int], size: tuple[int, int]) -> None:
-    pixels = decode(jpeg(400, 300), *least)
+    pixels = Encoded.of(jpeg(400, 300)).pixels(*least)
     assert pixels.shape == (*size, 3)
     expected = Image.open(io.BytesIO(jpeg(400, 300))).resize((size[1], size[0]), Image.Resampling.BOX)
     assert np.abs(pixels.astype(int) - np.asarray(expected).astype(int)).mean() < 2
@@ -58,7 +61,33 @@ def test_a_jpeg_is_decoded_no_larger_than_needed(least: tuple[int, int], size: t
 @pytest.mark.parametrize("data", [b"", b"nothing", jpeg(99, 99)[:200], jpeg(99, 99)[:-300]])
 def test_damaged_images(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"cannot identify|truncated|[Tt]runcated"):
-        decode(data)
+        Encoded.of(data).pixels()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG of any size without pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
+def test_images_that_claim_to_be_huge_are_refused() -> None:
+    data = jpeg(64, 48)
+    at = data.index(b"\xff\xc0") + 5
+    huge = data[:at] + struct.pack(">HH", 50_000, 60_000) + data[at + 4 :]
+    with pytest.raises(ValueError, match="60000 x 50000 pixels are more than the limit of 89,478,485"):
+        Encoded.of(huge)
+    with pytest.raises(ValueError, match="could be decompression bomb"):
+        Encoded.of(png_header(30_000, 30_000))
+    with pytest.raises(ValueError, match="16384000 x 256 pixels are more than the limit"):
+        EvalImage().pixels(Encoded.of(jpeg(64_000, 1)), rng())
+
+
+def test_formats_that_run_programs_are_not_opened() -> None:
+    with pytest.raises(ValueError, match="cannot identify"):
+        Encoded.of(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
 
 
 def test_resized_like_pillow() -> None:
@@ -102,7 +131,7 @@ def test_training_pixels_are_those_of_a_box(size: tuple[int, int]) -> None:
     transform = TrainImage(size=64, flip=False)
     full = Image.open(io.BytesIO(data))
     for seed in range(8):
-        pixels = transform.pixels(data, rng(seed))
+        pixels = transform.pixels(Encoded.of(data), rng(seed))
         assert pixels.shape == (64, 64, 3)
         box = random_box(*size, transform.scale, transform.ratio, rng(seed))
         part = full.crop((box.left, box.top, box.left + box.width, box.top + box.height))
@@ -115,8 +144,9 @@ def test_every_second_image_is_flipped() -> None:
     flipped = 0
     for seed in range(200):
         box = {"size": 40, "scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
-        plain = TrainImage(**box, flip=False).pixels(data, rng(seed))
-        pixels = TrainImage(**box).pixels(data, rng(seed))
+        plain = TrainImage(**box, flip=False).pixels(Encoded.of(data), rng(seed))
+        pixels = TrainImage(**box).pixels(Encoded.of(data), rng(seed))
+        assert pixels.flags.c_contiguous
         mirrored = np.array_equal(pixels, plain[:, ::-1])
         assert mirrored or np.array_equal(pixels, plain)
         flipped += mirrored
@@ -126,7 +156,7 @@ def test_every_second_image_is_flipped() -> None:
 @pytest.mark.parametrize("size", [(500, 375), (300, 400), (50, 40)])
 def test_evaluation_takes_the_middle(size: tuple[int, int]) -> None:
     data = jpeg(*size)
-    pixels = EvalImage(size=56, resize=64).pixels(data, rng())
+    pixels = EvalImage(size=56, resize=64).pixels(Encoded.of(data), rng())
     full = Image.open(io.BytesIO(data))
     factor = 64 / min(size)
     small = full.resize((round(size[0] * factor), round(size[1] * factor)), Image.Resampling.BILINEAR)

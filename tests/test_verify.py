@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
+from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.deal import Deal
 from lightning_fourmin.data.index import Index, Shard, Split, read_index
@@ -78,7 +80,7 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
         lambda path: overwrite(path, member_offset(path, "003.cls") + 150, b"garbage!"),
         "the header at offset {003.cls} is damaged: what comes after it cannot be read",
     ),
-    ("no tar at all", lambda path: path.write_bytes(b"hello " * 500), "is not a tar file"),
+    ("no tar at all", lambda path: path.write_bytes(b"hello " * 500), "is not a readable tar file"),
     ("missing", lambda path: path.unlink(), "cannot be read: .* No such file"),
 ]
 
@@ -189,10 +191,10 @@ def server(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def numbers(path: str) -> list[int]:
+def numbers(path: str, pipes: bool = False) -> list[int]:
     """What the two ranks of an evaluation read, the second one from the middle of a shard on."""
     data = ShardDataset(
-        read_index(path).splits["train"],
+        read_index(path, pipes=pipes).splits["train"],
         path,
         seed=0,
         window=0,
@@ -210,13 +212,14 @@ def test_shards_behind_urls(server: str, tmp_path: Path, kind: str) -> None:
     served = tmp_path / "served"
     write_numbers(served, [3, 0, 6, 2])
     start = f"{server}/" if kind == "http" else f"pipe:cat {served}/"
-    report = check(f"{start}train-{{000000..000003}}.tar", index=True, out=tmp_path)
+    pipes = kind == "pipe"
+    report = check(f"{start}train-{{000000..000003}}.tar", index=True, out=tmp_path, pipes=pipes)
     assert report.faults == (f"{start}train-000001.tar is empty: it has no samples",)
     (served / "train-000001.tar").unlink()
     (served / "train-000002.tar").rename(served / "train-000001.tar")
     (served / "train-000003.tar").rename(served / "train-000002.tar")
-    assert check(f"{start}train-{{000000..000002}}.tar", index=True, out=tmp_path).faults == ()
-    assert numbers(str(tmp_path)) == list(range(11))
+    assert check(f"{start}train-{{000000..000002}}.tar", index=True, out=tmp_path, pipes=pipes).faults == ()
+    assert numbers(str(tmp_path), pipes) == list(range(11))
     if kind == "http":
         (served / "index.json").unlink()
         check(served, index=True)
@@ -232,9 +235,39 @@ def test_shards_behind_urls(server: str, tmp_path: Path, kind: str) -> None:
             numbers(server)
 
 
+def test_pipes_must_be_allowed(tmp_path: Path) -> None:
+    evil = f"pipe:touch {tmp_path}/touched; cat train-0.tar"
+    Index((), {"train": Split((Shard(evil, 1, 10240, ""),), None)}).write(tmp_path)
+    message = "would run a command: set pipes=true if you trust who wrote it"
+    for attempt in (
+        lambda: check(tmp_path),
+        lambda: ShardDataModule(str(tmp_path), 1).train_dataloader(),
+        lambda: check(evil, index=True, out=tmp_path / "out"),
+        lambda: read_index("pipe:cat shards"),
+    ):
+        with pytest.raises(ShardError, match=f"^'pipe:.*' {message}"):
+            attempt()
+    assert not (tmp_path / "touched").exists()
+    assert len(check(tmp_path, pipes=True).faults) == 1
+    assert (tmp_path / "touched").exists()
+
+
+def test_urls_of_a_kind_that_nothing_opens(tmp_path: Path) -> None:
+    Index((), {"train": Split((Shard("ftp://host/train-0.tar", 1, 10240, ""),), None)}).write(tmp_path)
+    assert check(tmp_path).faults == (
+        "ftp://host/train-0.tar cannot be read: ftp://host/train-0.tar: no gopen handler defined",
+    )
+
+
 def test_an_index_of_urls_needs_a_place(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="say with out=DIR where its index goes"):
         check("http://localhost/train-0.tar", index=True)
+
+
+def index_of(**change: Any) -> str:
+    shard = {"name": "train-0.tar", "num_samples": 2, "num_bytes": 1024, "sha256": ""} | change
+    splits = {"train": {"shards": [shard], "image_sizes": None}}
+    return json.dumps({"format": 1, "classes": [], "splits": splits})
 
 
 @pytest.mark.parametrize(
@@ -244,6 +277,10 @@ def test_an_index_of_urls_needs_a_place(tmp_path: Path) -> None:
         ("{", "is not an index of shards"),
         ('{"format": 1, "classes": []}', "is not an index of shards .*'splits'"),
         ('{"format": 2}', "has format 2, but this version reads format 1"),
+        ("[" * 100_000, r"is not an index of shards \(RecursionError"),
+        (index_of(num_samples="2"), r"is not an index of shards \(TypeError: '2' is not int\)"),
+        (index_of(num_samples=3), "train-0.tar cannot have 3 samples in 1024 bytes"),
+        (index_of(num_bytes=1 << 80), "train-0.tar cannot have 2 samples in"),
     ],
 )
 def test_an_index_that_cannot_be_read(tmp_path: Path, content: str | None, message: str) -> None:

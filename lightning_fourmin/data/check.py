@@ -3,17 +3,17 @@
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
+from tarfile import BLOCKSIZE
 from typing import IO, cast
 
-from lightning_fourmin.data.decode import IMAGE_FIELDS, decode, image_size
+from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded
 from lightning_fourmin.data.index import ImageSizes, Shard
-from lightning_fourmin.data.reader import TarCursor
 from lightning_fourmin.data.sample import Sample, ShardError
 from lightning_fourmin.data.sources import open_source
+from lightning_fourmin.data.tar import TarCursor
 from lightning_fourmin.data.workers import count_one
 
-BLOCK_BYTES = 1 << 20
-TAR_BLOCK_BYTES = 512
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def check_shard(task: CheckTask) -> Checked:
         for sample in cursor.samples():
             faults += [str(sample)] if isinstance(sample, ShardError) else seen.check(sample)
             count_one()
-        while file.read(BLOCK_BYTES):
+        while file.read(PIECE_BYTES):
             pass
         file.close()
         shard = Shard(task.name, seen.num_samples, file.num_bytes, file.sha256.hexdigest())
@@ -88,7 +88,7 @@ def check_shard(task: CheckTask) -> Checked:
 def _check_end(name: str, offset: int, file: _Watched) -> list[str]:
     if file.num_used_bytes > offset:
         return [f"{name}: the header at offset {offset} is damaged: what comes after it cannot be read"]
-    if file.num_bytes < offset + TAR_BLOCK_BYTES:
+    if file.num_bytes < offset + BLOCKSIZE:
         return [f"{name} is truncated: it has no end mark at offset {offset}"]
     return []
 
@@ -126,9 +126,10 @@ class _Seen:
         for field, member in sample.members.items():
             if field in IMAGE_FIELDS:
                 try:
-                    self.sizes.append(image_size(member.data))
+                    image = Encoded.of(member.data)
+                    self.sizes.append((image.width, image.height))
                     if self._task.decode:
-                        decode(member.data)
+                        image.pixels()
                 except ValueError as error:
                     faults.append(str(sample.fault(field, f"is not a readable image: {error}")))
         try:

@@ -1,7 +1,7 @@
 """`ShardDataModule`: tar shards for any LightningModule."""
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -43,7 +43,9 @@ class ShardDataModule(LightningDataModule):
         window: samples that are shuffled with each other; a worker holds as many in memory, undecoded.
         remainder: what happens to the samples of an epoch that fill no global batch: "drop", or "wrap" to fill it with
             the first ones of the epoch.
-        on_error: "raise" on damaged samples, or "skip": others stand in for them, counted and logged.
+        on_error: "raise" on damaged samples, or "skip" them, counted and logged: in training other samples of the batch
+            stand in for them, in evaluation the batch is smaller.
+        pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
         collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
         mean, std: of the images' channels, between 0 and 1.
     """
@@ -64,7 +66,8 @@ class ShardDataModule(LightningDataModule):
         seed: int = 0,
         window: int = 1024,
         remainder: Remainder = "drop",
-        on_error: OnError = "raise",
+        on_error: Literal["raise", "skip"] = "raise",
+        pipes: bool = False,
         collate: Collate = default_collate,
         mean: tuple[float, float, float] = IMAGENET_MEAN,
         std: tuple[float, float, float] = IMAGENET_STD,
@@ -87,9 +90,11 @@ class ShardDataModule(LightningDataModule):
                 raise ValueError(f"{name}={choice!r} must be one of {', '.join(map(repr, known))}")
         self.path = path
         self.batch_size = batch_size
+        evaluation = eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224))
         self._transforms: dict[str, Transform] = {
             "train": train_transform or TrainImage(image_size),
-            "eval": eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224)),
+            "val": evaluation,
+            "test": evaluation,
         }
         self._splits = {"train": train_split, "val": val_split, "test": test_split}
         self._num_workers = num_workers
@@ -97,7 +102,8 @@ class ShardDataModule(LightningDataModule):
         self._seed = seed
         self._window = window
         self._remainder: Remainder = remainder
-        self._on_error: OnError = on_error
+        self._on_error = on_error
+        self._pipes = pipes
         self._collate = collate
         self._mean, self._std = tuple(mean), tuple(std)
         self._index: Index | None = None
@@ -109,6 +115,10 @@ class ShardDataModule(LightningDataModule):
         self._scale = self._shift = torch.empty(0)
         """What the pixels are multiplied with and what is added then, on the device of the last batch."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks get a copy: they make loaders of their own.
+        return self.__dict__ | {"_train_loader": None}
+
     @property
     def folder(self) -> str:
         """Where the index lies."""
@@ -117,7 +127,7 @@ class ShardDataModule(LightningDataModule):
     @property
     def index(self) -> Index:
         if self._index is None:
-            self._index = read_index(self.folder)
+            self._index = read_index(self.folder, pipes=self._pipes)
         return self._index
 
     @property
@@ -141,7 +151,9 @@ class ShardDataModule(LightningDataModule):
         self._state = None
 
     @override
-    def train_dataloader(self) -> TrainLoader:
+    def train_dataloader(self) -> ShardLoader:
+        if self.trainer and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            return self._loader(EvalLoader, "train", window=0)
         kwargs: dict[str, Any] = {"window": self._window, "remainder": self._remainder}
         if self.trainer:
             limit = self.trainer.limit_train_batches
@@ -181,7 +193,7 @@ class ShardDataModule(LightningDataModule):
         training = self.trainer is not None and self.trainer.training
         if training:
             self._log_waiting()
-        if not isinstance(self._transforms["train" if training else "eval"], ImageTransform):
+        if not isinstance(self._transforms["train" if training else "val"], ImageTransform):
             return batch
         images, *rest = batch
         return [self._normalised(images), *rest]
@@ -200,7 +212,7 @@ class ShardDataModule(LightningDataModule):
         assert trainer is not None
         self._num_waits += 1
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if loader is None or every < 1 or trainer.global_step % every:
+        if loader is None or not 0 < every <= self._num_waits:
             return
         waited_s, self._waited_s = loader.wait_s - self._waited_s, loader.wait_s
         num_waits, self._num_waits = self._num_waits, 0
@@ -213,10 +225,11 @@ class ShardDataModule(LightningDataModule):
         return Deal(world, self.batch_size, max(1, self._num_workers))
 
     def _loader(self, kind: type[LoaderType], stage: str, *, window: int, **kwargs: Any) -> LoaderType:
-        name = self._splits[stage]
-        transform = self._transforms["train" if stage == "train" else "eval"]
+        name, transform = self._splits[stage], self._transforms[stage]
         if isinstance(transform, ImageTransform):
             transform = replace(transform, num_classes=self.num_classes)
+        # Training needs batches of one size; in evaluation a sample that counts twice would change the result.
+        skip: OnError = "repeat" if stage == "train" else "omit"
         dataset = ShardDataset(
             self.index.split(name, self.path),
             self.folder,
@@ -224,7 +237,7 @@ class ShardDataModule(LightningDataModule):
             window=window,
             transform=transform,
             collate=self._collate,
-            on_error=self._on_error,
+            on_error="raise" if self._on_error == "raise" else skip,
         )
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         rank = self.trainer.global_rank if self.trainer else 0

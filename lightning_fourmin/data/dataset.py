@@ -1,6 +1,7 @@
 """What a loader's worker does: turns tickets into batches."""
 
 from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,11 +17,12 @@ from lightning_fourmin.data.sample import Sample, ShardError
 Transform = Callable[[Sample, np.random.Generator], Any]
 """Makes of a sample what is collated to batches. The generator is seeded by (seed, epoch, sample)."""
 Collate = Callable[[list[Any]], Any]
-OnError = Literal["raise", "skip"]
+OnError = Literal["raise", "repeat", "omit"]
+"""What becomes of a damaged sample: an error, a good one of the batch in its place, or nothing."""
 
 
 class Delivery(NamedTuple):
-    """A batch, and the faults of samples that others stand in for."""
+    """A batch, and the faults of samples that are not in it."""
 
     batch: Any
     faults: tuple[str, ...]
@@ -50,8 +52,9 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         self._stream: Iterator[Sample | ShardError] = iter(())
         self._expected: tuple[int, Stretches, int] | None = None
         """Epoch, lane and place in it that the stream stands at."""
-        self._good: Any = None
-        """What the last good sample became."""
+        self._rng = np.random.Generator(np.random.Philox(0))
+        self._good: list[Any] = []
+        """What the good samples of the last batch became that had any, if they may have to be repeated."""
 
     @override
     def __getitem__(self, ticket: Ticket) -> Delivery | ShardError:
@@ -67,33 +70,47 @@ class ShardDataset(Dataset[Delivery | ShardError]):
     def _deliver(self, ticket: Ticket) -> Delivery:
         if self._expected != (ticket.epoch, ticket.lane, ticket.first):
             self._stream = stream_lane(self.split, self._folder, self.line(ticket.epoch), ticket.lane, ticket.first)
-            self._good = None
+            self._good = []
         self._expected = None
-        results: list[Any] = []
+        good: list[Any] = []
         faults: list[str] = []
-        for _ in range(ticket.count):
+        for sample in islice(self._stream, ticket.count):
             try:
-                self._good = self._apply(next(self._stream), ticket.epoch)
+                good.append(self._apply(sample, ticket.epoch))
             except ShardError as error:
                 if self._on_error == "raise":
                     raise
                 faults.append(str(error))
-            results.append(self._good)
         self._expected = (ticket.epoch, ticket.lane, ticket.first + ticket.count)
-        if self._good is None:
-            raise ShardError(f"{faults[0]} (and no sample of its batch is good, so none can stand in)")
-        return Delivery(self._collate([self._good if result is None else result for result in results]), tuple(faults))
+        if self._on_error == "repeat":
+            self._good = good or self._good
+            good = [*good, *islice(cycle(self._good), len(faults))]
+        if not good:
+            raise ShardError(f"{faults[0]} (and no other sample of its batch is good)")
+        return Delivery(self._collate(good), tuple(faults))
+
+    def _generator(self, epoch: int, number: int) -> np.random.Generator:
+        """As if made for the sample; making one takes many times longer than setting the state of another."""
+        self._rng.bit_generator.state = {
+            "bit_generator": "Philox",
+            "state": {"key": (self.seed, epoch), "counter": (0, 0, 0, number)},
+            "buffer": (0, 0, 0, 0),
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._rng
 
     def _apply(self, sample: Sample | ShardError, epoch: int) -> Any:
         if isinstance(sample, ShardError):
             raise sample
         try:
-            return self._transform(sample, np.random.default_rng((self.seed, epoch, sample.number)))
+            return self._transform(sample, self._generator(epoch, sample.number))
         except ShardError:
             raise
         except Exception as error:
             where = f"in the transform of sample {sample.key} of {sample.shard}"
-            if self._on_error == "skip":
+            if self._on_error != "raise":
                 raise ShardError(f"{where}: {type(error).__name__}: {error}") from error
             error.add_note(where)
             raise

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
@@ -16,45 +17,77 @@ Pixels = NDArray[np.uint8]
 
 IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 """Extensions of files that hold images."""
+# Pillow knows formats that run programs, such as EPS.
+PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+MAX_PIXELS = 89_478_485
+"""Larger images are refused, as a small file can claim to have any size; Pillow has the same limit."""
 
 
-def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height, from the header alone; ValueError if it is damaged."""
-    try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-        return width, height
-    except ValueError:
+@dataclass(frozen=True)
+class Encoded:
+    """An image of which only the header is read."""
+
+    data: bytes
+    width: int
+    height: int
+    is_fast: bool
+    """Whether it is a JPEG that can be decoded at a fraction of its size."""
+
+    @classmethod
+    def of(cls, data: bytes) -> "Encoded":
+        """ValueError if the image is damaged or too large."""
+        try:
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+            is_fast = colours not in ("CMYK", "YCCK")
+        except ValueError:
+            width, height = _opened(data).size
+            is_fast = False
+        _check_size(width, height)
+        return cls(data, width, height, is_fast)
+
+    def pixels(self, min_width: int = 0, min_height: int = 0) -> Pixels:
+        """The image; ValueError if it is damaged.
+
+        With a minimum, a JPEG comes fast, and at half its size or less if that is still as large. Fractions above a
+        half would save work later but cost more here.
+        """
+        if self.is_fast:
+            fast = min_width > 0
+            try:
+                return simplejpeg.decode_jpeg(  # type: ignore[no-any-return]
+                    self.data, "RGB", fast, fast, min_width=min_width, min_height=min_height, min_factor=2
+                )
+            except ValueError:
+                # A slight fault: Pillow has the last word.
+                pass
+        image = _opened(self.data)
         with _damage_as_value_error():
-            return Image.open(io.BytesIO(data)).size
+            # A copy, because torch minds arrays that cannot be written to.
+            return np.array(image.convert("RGB"))
 
 
-def decode(data: bytes, min_width: int = 0, min_height: int = 0) -> Pixels:
-    """An image; ValueError if it is damaged.
-
-    With a minimum, a JPEG comes fast, and at half its size or less if that is still as large. Fractions above a half
-    would save work later but cost more here.
-    """
-    fast = min_width > 0
-    try:
-        if simplejpeg.decode_jpeg_header(data)[2] not in ("CMYK", "YCCK"):
-            return simplejpeg.decode_jpeg(  # type: ignore[no-any-return]
-                data, "RGB", fast, fast, min_width=min_width, min_height=min_height, min_factor=2
-            )
-    except ValueError:
-        # Not a JPEG, or one with a slight fault: Pillow has the last word.
-        pass
+def _opened(data: bytes) -> Image.Image:
     with _damage_as_value_error():
-        # A copy, because torch minds arrays that cannot be written to.
-        return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+        return Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
 
 
-def resized(pixels: Pixels, width: int, height: int) -> Pixels:
-    """The image at another size, smoothed as Pillow does it."""
-    if pixels.shape[:2] == (height, width):
-        return pixels
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{width} x {height} pixels are more than the limit of {MAX_PIXELS:,}")
+
+
+def resized(pixels: Pixels, width: int, height: int, *, flip: bool = False) -> Pixels:
+    """The image at another size, smoothed as Pillow does it, and mirrored if asked for."""
+    # A line of pixels becomes a large image if its short side is made longer.
+    _check_size(width, height)
     # Channels last without gaps: only so does the result come channels last, too, and needs no transposing.
     batch = torch.from_numpy(np.ascontiguousarray(pixels)).unsqueeze(0).permute(0, 3, 1, 2)
-    result: Pixels = interpolate(batch, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
+    if pixels.shape[:2] != (height, width):
+        batch = interpolate(batch, (height, width), mode="bilinear", antialias=True)
+    if flip:
+        # Many times faster than numpy's copy of a mirrored view.
+        batch = batch.flip(3)
+    result: Pixels = batch[0].permute(1, 2, 0).numpy()
     return result
 
 
@@ -62,5 +95,6 @@ def resized(pixels: Pixels, width: int, height: int) -> Pixels:
 def _damage_as_value_error() -> Iterator[None]:
     try:
         yield
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(str(error)) from error
+    except Exception as error:
+        # Damaged bytes make Pillow raise errors of many kinds.
+        raise ValueError(str(error) or type(error).__name__) from error

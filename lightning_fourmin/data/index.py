@@ -5,14 +5,17 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tarfile import BLOCKSIZE
 from typing import Any
 
 from lightning_fourmin.data.sample import ShardError
-from lightning_fourmin.data.sources import is_url, joined_location, open_source
+from lightning_fourmin.data.sources import is_url, joined_location, open_source, refuse_pipes
 from lightning_fourmin.files import write_whole
 
 INDEX_NAME = "index.json"
 FORMAT = 1
+MAX_BLOCKS = 1 << 40
+"""Blocks of a shard; their sums stay within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,11 @@ class Index:
         write_whole(folder / INDEX_NAME, json.dumps(content, indent=1) + "\n")
 
 
-def read_index(path: str) -> Index:
-    """The index of a folder or of a URL under which the shards lie."""
+def read_index(path: str, *, pipes: bool = False) -> Index:
+    """The index of a folder or of a URL under which the shards lie; none of them a `pipe:`, unless that is allowed."""
     location = joined_location(path, INDEX_NAME)
+    if not pipes:
+        refuse_pipes([location])
     if not is_url(path) and not Path(location).is_file():
         raise ShardError(
             f"{location} does not exist: pack the shards with `fourmin pack`, or make the index of existing ones with "
@@ -117,23 +122,35 @@ def read_index(path: str) -> Index:
             content = json.loads(file.read())
         if content["format"] != FORMAT:
             raise ShardError(f"{location} has format {content['format']}, but this version reads format {FORMAT}")
-        return Index(
-            classes=tuple(content["classes"]),
+        index = Index(
+            classes=tuple(str(name) for name in content["classes"]),
             splits={name: _parse_split(split) for name, split in content["splits"].items()},
         )
     except OSError as error:
         raise ShardError(f"{location} cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ShardError(
             f"{location} is not an index of shards ({type(error).__name__}: {error}): make a new one with "
             f"`fourmin verify path={path} index=true`"
         ) from error
+    if not pipes:
+        refuse_pipes(shard.name for split in index.splits.values() for shard in split.shards)
+    return index
 
 
 def _parse_split(content: dict[str, Any]) -> Split:
-    return Split(
-        shards=tuple(Shard(**shard) for shard in content["shards"]), image_sizes=parse_sizes(content["image_sizes"])
-    )
+    return Split(tuple(_parse_shard(shard) for shard in content["shards"]), parse_sizes(content["image_sizes"]))
+
+
+def _parse_shard(content: dict[str, Any]) -> Shard:
+    shard = Shard(**content)
+    for value, kind in ((shard.name, str), (shard.num_samples, int), (shard.num_bytes, int), (shard.sha256, str)):
+        if type(value) is not kind:
+            raise TypeError(f"{value!r} is not {kind.__name__}")
+    # A sample has at least a header.
+    if not 0 <= shard.num_samples <= shard.num_bytes // BLOCKSIZE < MAX_BLOCKS:
+        raise ValueError(f"{shard.name} cannot have {shard.num_samples} samples in {shard.num_bytes} bytes")
+    return shard
 
 
 def parse_sizes(content: dict[str, Any] | None) -> ImageSizes | None:

@@ -55,3 +55,5 @@ class Journal:
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        for partial in self._out.glob(f".{self._split}-*.tar.part"):
+            partial.unlink()

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+UNSHUFFLED_PIECE = 1024
+
 
 class Stretch(NamedTuple):
     """Positions `start` to `stop` (not included) of an epoch's line."""
@@ -112,8 +114,8 @@ class Line:
         return np.concatenate([[0], np.cumsum(np.asarray(self.shard_sizes, dtype=np.int64))[:-1]])
 
     def by_window(self, stretches: Stretches) -> Iterator[Stretch]:
-        """The stretches, cut where windows meet."""
-        window = self.window or self.num_samples
+        """The stretches, cut where windows meet; in pieces of a moderate size if there are none."""
+        window = self.window or UNSHUFFLED_PIECE
         for start, stop in stretches:
             while start < stop:
                 end = min(stop, (start // window + 1) * window)

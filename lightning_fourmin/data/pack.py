@@ -5,10 +5,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 
-from lightning_fourmin.data.decode import IMAGE_FIELDS, image_size
+from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded
 from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
 from lightning_fourmin.data.journal import Journal, Written
 from lightning_fourmin.data.order import permutation
@@ -58,14 +59,14 @@ class PackOptions:
                 raise ShardError(f"{name}={value} must be at least {low:g}" + (f" and at most {high}" if high else ""))
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """An image file."""
 
     path: str
     """Relative to src."""
     label: int
     num_bytes: int
+    changed_ns: int
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[s
     for name in found:
         for path in sorted((options.src / name).rglob("*")):
             if path.is_file() and path.suffix[1:].lower() in IMAGE_FIELDS:
-                relative = path.relative_to(options.src).as_posix()
-                sources.append(_Source(relative, labels[name], path.stat().st_size))
+                relative, about = path.relative_to(options.src).as_posix(), path.stat()
+                sources.append(_Source(relative, labels[name], about.st_size, about.st_mtime_ns))
     if not sources:
         raise ShardError(f"src={options.src} has no images: it must hold one folder a class with images in it")
     return classes, [sources[place] for place in permutation(len(sources), options.seed)]
@@ -161,9 +162,8 @@ def _cut(options: PackOptions, sources: list[_Source]) -> list[_Task]:
 
 
 def _content(options: PackOptions, classes: tuple[str, ...], tasks: list[_Task]) -> str:
-    """All that the bytes of the shards depend on, but for the bytes of the sources."""
-    sources = [[(source.path, source.num_bytes, source.label) for source in task.sources] for task in tasks]
-    return json.dumps([options.resize, options.quality, classes, sources])
+    """Differs if the bytes of a shard would."""
+    return json.dumps([options.resize, options.quality, classes, [task.sources for task in tasks]])
 
 
 def _write(task: _Task) -> Written | list[str]:
@@ -175,9 +175,9 @@ def _write(task: _Task) -> Written | list[str]:
         for key, source in enumerate(task.sources, task.first_key):
             path = task.options.src / source.path
             try:
-                field, data = _encoded(path, task.options)
-                sizes.append(image_size(data))
-                yield f"{key:09d}", {field: data, "cls": str(source.label).encode()}
+                field, image = _encoded(path, task.options)
+                sizes.append((image.width, image.height))
+                yield f"{key:09d}", {field: image.data, "cls": str(source.label).encode()}
             except (OSError, ValueError) as error:
                 faults.append(f"{path}: {error}")
             count_one()
@@ -190,19 +190,19 @@ def _write(task: _Task) -> Written | list[str]:
     return Written(shard, ImageSizes.of(sizes))
 
 
-def _encoded(path: Path, options: PackOptions) -> tuple[str, bytes]:
+def _encoded(path: Path, options: PackOptions) -> tuple[str, Encoded]:
     """Field and bytes of an image: as they are, unless it is to be smaller or of another quality."""
-    data = path.read_bytes()
-    width, height = image_size(data)
-    resize = options.resize is not None and min(width, height) > options.resize
+    source = Encoded.of(path.read_bytes())
+    short_side = min(source.width, source.height)
+    resize = options.resize is not None and short_side > options.resize
     if not resize and options.quality is None:
         field = path.suffix[1:].lower()
-        return ("jpg" if field == "jpeg" else field), data
-    image = Image.open(io.BytesIO(data)).convert("RGB")
+        return ("jpg" if field == "jpeg" else field), source
+    image = Image.fromarray(source.pixels())
     if resize:
         assert options.resize is not None
-        factor = options.resize / min(width, height)
-        image = image.resize((round(width * factor), round(height * factor)), Image.Resampling.LANCZOS)
+        factor = options.resize / short_side
+        image = image.resize((round(source.width * factor), round(source.height * factor)), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     image.save(file, "JPEG", quality=options.quality or JPEG_QUALITY)
-    return "jpg", file.getvalue()
+    return "jpg", Encoded.of(file.getvalue())

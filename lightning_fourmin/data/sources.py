@@ -1,12 +1,15 @@
 """Where shards lie: local files, and URLs that webdataset's openers read."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, cast
 
+from lightning_fourmin.data.sample import ShardError
+
 
 def is_url(location: str) -> bool:
-    """True for http://, https://, s3://, pipe: and the like."""
+    """True for http://, https://, gs://, pipe: and the like."""
     return re.match(r"[a-z][a-z0-9+.-]*://|pipe:", location) is not None
 
 
@@ -17,11 +20,22 @@ def joined_location(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
 
 
-def open_source(location: str) -> IO[bytes]:
-    """A stream of the bytes; only that of a local file can seek."""
-    if not is_url(location):
-        return open(location, "rb")
-    # Takes a while to import and is needed for URLs only.
-    from webdataset.gopen import gopen
+def refuse_pipes(locations: Iterable[str]) -> None:
+    """Errors for locations that are commands."""
+    for location in locations:
+        if location.startswith("pipe:"):
+            raise ShardError(f"{location!r} would run a command: set pipes=true if you trust who wrote it")
 
-    return cast(IO[bytes], gopen(location, "rb"))
+
+def open_source(location: str) -> IO[bytes]:
+    """A stream of the bytes; only that of a local file can seek. OSError if there is none."""
+    try:
+        if not is_url(location):
+            return open(location, "rb")
+        # Takes a while to import and is needed for URLs only.
+        from webdataset.gopen import gopen
+
+        return cast(IO[bytes], gopen(location, "rb"))
+    except ValueError as error:
+        # A URL of a kind that webdataset does not know, or a name that no file can have.
+        raise OSError(str(error)) from error

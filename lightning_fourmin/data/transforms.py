@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from lightning_fourmin.data.decode import IMAGE_FIELDS, Pixels, decode, image_size, resized
+from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded, Pixels, resized
 from lightning_fourmin.data.sample import Sample
 
 NUM_TRIES = 10
@@ -28,12 +28,12 @@ class ImageTransform(ABC):
         data = sample[field]
         label = sample.label(self.num_classes)
         try:
-            return self.pixels(data, rng), label
+            return self.pixels(Encoded.of(data), rng), label
         except ValueError as error:
             raise sample.fault(field, f"is not a readable image: {error}") from error
 
     @abstractmethod
-    def pixels(self, data: bytes, rng: np.random.Generator) -> Pixels:
+    def pixels(self, image: Encoded, rng: np.random.Generator) -> Pixels:
         """size x size pixels; ValueError if the image is damaged."""
 
 
@@ -51,11 +51,11 @@ def random_box(
 ) -> Box:
     """A part of the image with a random share of its area and a random shape."""
     for _ in range(NUM_TRIES):
-        area = width * height * rng.uniform(*scale)
-        shape = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+        area = width * height * (scale[0] + rng.random() * (scale[1] - scale[0]))
+        shape = ratio[0] * (ratio[1] / ratio[0]) ** rng.random()
         box_width, box_height = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
         if 0 < box_width <= width and 0 < box_height <= height:
-            left, top = rng.integers(0, (width - box_width + 1, height - box_height + 1)).tolist()
+            left, top = int(rng.random() * (width - box_width + 1)), int(rng.random() * (height - box_height + 1))
             return Box(left, top, box_width, box_height)
     # The image is too long for the shapes asked for: the largest such part of its middle.
     box_width = min(width, max(1, round(height * ratio[1])))
@@ -75,20 +75,18 @@ class TrainImage(ImageTransform):
     """Whether every second image, by chance, is mirrored."""
 
     @override
-    def pixels(self, data: bytes, rng: np.random.Generator) -> Pixels:
-        width, height = image_size(data)
+    def pixels(self, image: Encoded, rng: np.random.Generator) -> Pixels:
+        width, height = image.width, image.height
         box = random_box(width, height, self.scale, self.ratio, rng)
         flip = self.flip and rng.random() < 0.5
-        pixels = decode(
-            data,
-            min_width=math.ceil(width * self.size / box.width),
-            min_height=math.ceil(height * self.size / box.height),
+        pixels = image.pixels(
+            min_width=math.ceil(width * self.size / box.width), min_height=math.ceil(height * self.size / box.height)
         )
         across, down = pixels.shape[1] / width, pixels.shape[0] / height
         left, top = round(box.left * across), round(box.top * down)
         right, bottom = round((box.left + box.width) * across), round((box.top + box.height) * down)
-        part = resized(pixels[top : max(bottom, top + 1), left : max(right, left + 1)], self.size, self.size)
-        return np.ascontiguousarray(part[:, ::-1] if flip else part)
+        part = pixels[top : max(bottom, top + 1), left : max(right, left + 1)]
+        return resized(part, self.size, self.size, flip=flip)
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ class EvalImage(ImageTransform):
             raise ValueError(f"resize={self.resize} is less than size={self.size}: there would be nothing to crop")
 
     @override
-    def pixels(self, data: bytes, rng: np.random.Generator) -> Pixels:
-        pixels = decode(data)
+    def pixels(self, image: Encoded, rng: np.random.Generator) -> Pixels:
+        pixels = image.pixels()
         height, width = pixels.shape[:2]
         factor = self.resize / min(width, height)
         pixels = resized(pixels, round(width * factor), round(height * factor))

@@ -11,7 +11,7 @@ from webdataset.shardlists import expand_urls
 from lightning_fourmin.data.check import Checked, CheckTask, check_shard
 from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
 from lightning_fourmin.data.sample import ShardError
-from lightning_fourmin.data.sources import is_url, joined_location
+from lightning_fourmin.data.sources import is_url, joined_location, refuse_pipes
 from lightning_fourmin.data.workers import run_tasks
 
 # The split and the number in a shard's name: train-000012.tar, imagenet_val_3.tar, 00004.tar.
@@ -30,6 +30,8 @@ class VerifyOptions:
     """Where that index goes. None: the folder itself."""
     decode: bool = False
     """Decodes every image, too."""
+    pipes: bool = False
+    """Whether shards may be `pipe:` URLs, which run commands."""
     num_workers: int | None = None
     """Processes; None: one a core."""
 
@@ -51,7 +53,7 @@ def verify(options: VerifyOptions) -> Report:
     """Checks all shards of an index, or makes the index if there are no faults."""
     if options.index:
         return _make_index(options)
-    index = read_index(options.path)
+    index = read_index(options.path, pipes=options.pipes)
     tasks = [
         CheckTask(joined_location(options.path, shard.name), shard.name, options.decode, len(index.classes), shard)
         for split in index.splits.values()
@@ -101,6 +103,8 @@ def _find(options: VerifyOptions) -> dict[str, list[str]]:
     """Names of shards by split."""
     if is_url(options.path):
         names = expand_urls(options.path)
+        if not options.pipes:
+            refuse_pipes(names)
     else:
         names = sorted(path.name for path in Path(options.path).glob("*.tar"))
     if not names:

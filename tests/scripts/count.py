@@ -1,4 +1,4 @@
-"""A training script that may be killed: `count.py shards checkpoint` prints what each step saw, saves, resumes."""
+"""A training script that may be killed: `count.py shards checkpoint [strategy]` prints its steps, saves, resumes."""
 
 import sys
 from pathlib import Path
@@ -25,10 +25,11 @@ class Save(Callback):
         trainer.save_checkpoint(self._path)
 
 
-def main(shards: str, checkpoint: str) -> None:
+def main(shards: str, checkpoint: str, strategy: str = "auto") -> None:
     path = Path(checkpoint)
     trainer = Trainer(
         accelerator="cpu",
+        strategy=strategy,
         devices=1,
         max_epochs=2,
         limit_val_batches=0,
