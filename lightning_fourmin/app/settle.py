@@ -22,13 +22,12 @@ class ConfigError(ValueError):
 
 def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
     """Plain values for the training that has its files in `folder`."""
-    plain = _resolved(config)
-    runs = Path(plain["run_dir"]).parent
-    plain["run_dir"] = str(folder)
-    OmegaConf.update(config, "run_dir", str(folder))
+    # As composed, so that all ranks of a launcher look in the same place; in a sweep the folder is another one.
+    named = Path(config.run_dir)
+    config.run_dir = str(folder)
     plain = _resolved(config)
     plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
-    plain["resume"] = _checkpoint(plain["resume"], folder, runs)
+    plain["resume"] = _checkpoint(plain["resume"], named)
     _check_data(plain["data"])
     return plain
 
@@ -75,8 +74,8 @@ def _num_accumulated(config: dict[str, Any]) -> int:
     return int(wanted // batch.size)
 
 
-def _checkpoint(resume: bool | str, folder: Path, runs: Path) -> str | None:
-    """The checkpoint to go on from; `runs` has the earlier runs of the experiment."""
+def _checkpoint(resume: bool | str, folder: Path) -> str | None:
+    """The checkpoint to go on from: that of the folder if it has one, else of the newest run beside it."""
     if not resume:
         return None
     if resume is not True:
@@ -88,10 +87,12 @@ def _checkpoint(resume: bool | str, folder: Path, runs: Path) -> str | None:
             )
         return str(path)
     own = folder / "checkpoints" / "last.ckpt"
-    found = [own] if own.is_file() else sorted(runs.glob("*/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise ConfigError(f"resume=true, but no run below {runs} has a checkpoint: train without resume first")
-    return str(found[-1])
+    if own.is_file():
+        return str(own)
+    others = sorted(folder.parent.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not others:
+        raise ConfigError(f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first")
+    return str(others[-1])
 
 
 def _check_data(data: dict[str, Any]) -> None:
