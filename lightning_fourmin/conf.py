@@ -1,4 +1,4 @@
-"""Stands for the Hydra tree in a checkout, where `conf/` is beside the package: `pkg://lightning_fourmin.conf` finds it.
+"""Stands for the Hydra tree in a checkout, where `conf/` is beside the package, so that `pkg://` URLs find it.
 
 The wheel has the tree at `lightning_fourmin/conf/` and not this file.
 """

@@ -1,5 +1,6 @@
 """From the composed config to the one that ranks get: values resolved, batch and checkpoint settled, data there."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_fourmin.data.index import INDEX_NAME
 from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.sources import is_url
 from lightning_fourmin.recipe import GlobalBatch
+from lightning_fourmin.report.run_files import Summary
 
 
 class ConfigError(ValueError):
@@ -28,6 +30,7 @@ def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
     plain = _resolved(config)
     plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
     plain["resume"] = _checkpoint(plain["resume"], named)
+    _check_metric(plain["metric"])
     _check_data(plain["data"])
     return plain
 
@@ -93,6 +96,12 @@ def _checkpoint(resume: bool | str, folder: Path) -> str | None:
     if not others:
         raise ConfigError(f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first")
     return str(others[-1])
+
+
+def _check_metric(name: str) -> None:
+    known = [field.name for field in fields(Summary)]
+    if name not in known:
+        raise ConfigError(f"metric={name} is not known: choose one of {', '.join(known)}")
 
 
 def _check_data(data: dict[str, Any]) -> None:

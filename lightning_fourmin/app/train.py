@@ -36,15 +36,16 @@ def main() -> None:
 def _job(config: DictConfig) -> float:
     """One training; gives the metric to Hydra's sweepers, NaN if it failed."""
     hydra = HydraConfig.get()
-    folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     if external_rank():
-        train(settled(config, folder))
+        train(settled(config, Path(config.run_dir).absolute()))
         return math.nan
+    folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     overrides = tuple(hydra.overrides.task) if sweeping else ()
     if sweeping:
         print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
     record = _run(config, folder, overrides)
-    print("\n".join(closing_lines(record, folder)), flush=True)
+    ok = record.status == "done"
+    print("\n".join(closing_lines(record, folder)), file=sys.stdout if ok else sys.stderr, flush=True)
     if record.status == "interrupted":
         sys.exit(INTERRUPTED)
     if record.status == "failed" and not sweeping:
