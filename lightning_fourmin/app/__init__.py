@@ -9,6 +9,7 @@ from lightning_fourmin import __version__
 VERBS = {
     "pack": "image folder -> tar shards with an index",
     "verify": "checks every byte of tar shards, or makes the index of shards that have none",
+    "report": "the HTML page of a run, or of a sweep and its jobs",
 }
 """What each verb does; its `main` is in the module of its name."""
 

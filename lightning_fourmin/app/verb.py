@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.report.run_files import RunError
 
 PACKAGE = Path(__file__).parents[1]
 # In the wheel the tree is inside the package; in an editable install it is beside it.
@@ -31,7 +32,7 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
             _give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
         except OmegaConfBaseException as error:
             _give_up(verb, f"{error.full_key}: {error.msg}")
-        except ShardError as error:
+        except (RunError, ShardError) as error:
             _give_up(verb, str(error))
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(task)()
