@@ -8,6 +8,7 @@ import pytest
 
 from lightning_fourmin.app.verb import CONF
 from lightning_fourmin.data.datamodule import ShardDataModule
+from runs import write_run
 from shards import jpeg
 
 Fourmin = Callable[..., tuple[int, str, str]]
@@ -54,6 +55,11 @@ def test_pack_and_verify(fourmin: Fourmin, tmp_path: Path) -> None:
             "fourmin pack: there is no key shard_cout: did you mean shard_count?; `fourmin pack",
         ),
         (["pack", "src"], "fourmin pack: 'src' is not understood: arguments are key=value, and values with special"),
+        (["report"], "fourmin report: run: not given; `fourmin report --help` lists the keys\n"),
+        (
+            ["report", "run=nowhere"],
+            "fourmin report: nowhere/run.json does not exist: name a folder that `fourmin train` made, of a run or of",
+        ),
     ],
 )
 def test_errors_are_one_sentence(fourmin: Fourmin, arguments: list[str], message: str) -> None:
@@ -61,6 +67,18 @@ def test_errors_are_one_sentence(fourmin: Fourmin, arguments: list[str], message
     assert code == 1
     assert errors.startswith(message)
     assert "Traceback" not in errors
+
+
+def test_report(fourmin: Fourmin, tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    assert fourmin("report", "run=one") == (0, "one/report.html\n", "")
+    for job in ("0", "1"):
+        write_run(tmp_path / "many" / job)
+    (tmp_path / "many" / "1" / "metrics.csv").write_text("step,lr\n0,fast\n")
+    assert fourmin("report", "run=many") == (0, "many/report.html\n", "")
+    assert (tmp_path / "many" / "0" / "report.html").is_file()
+    assert "line 2: column lr holds no number" in (tmp_path / "many" / "report.html").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
 
 
 def test_help(fourmin: Fourmin) -> None:
@@ -73,7 +91,7 @@ def test_help(fourmin: Fourmin) -> None:
     assert "decode: false" in output
     code, _, errors = fourmin("fly")
     assert code == 2
-    assert "invalid choice: 'fly' (choose from 'train', 'pack', 'verify'" in errors
+    assert "invalid choice: 'fly' (choose from 'train', 'pack', 'verify', " in errors
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "data").glob("*.yaml")))

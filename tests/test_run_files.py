@@ -88,5 +88,7 @@ def test_errors_name_file_and_field(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_no_run_says_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="does not exist: name the folder of a run, where `fourmin train` wrote one"):
+    with pytest.raises(
+        RunError, match="does not exist: name a folder that `fourmin train` made, of a run or of a sweep"
+    ):
         RunRecord.read(tmp_path)

@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_fourmin.app.mistakes import explain
 from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.report.run_files import RunError
 
 CONF = Path(str(import_module("lightning_fourmin.conf").__file__)).parent
 
@@ -33,7 +34,7 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
             give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
         except OmegaConfBaseException as error:
             give_up(verb, f"{error.full_key}: {error.msg}")
-        except ShardError as error:
+        except (RunError, ShardError) as error:
             give_up(verb, str(error))
 
     run_hydra(verb, task)

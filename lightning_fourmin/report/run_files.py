@@ -125,7 +125,7 @@ class RunRecord:
     def read(cls, folder: Path) -> "RunRecord":
         path = folder / RUN_NAME
         if not path.is_file():
-            raise RunError(f"{path} does not exist: name the folder of a run, where `fourmin train` wrote one")
+            raise RunError(f"{path} does not exist: name a folder that `fourmin train` made, of a run or of a sweep")
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
