@@ -18,9 +18,10 @@ def closing_lines(record: RunRecord, folder: Path) -> list[str]:
 
 
 def _figures(summary: Summary) -> list[tuple[str, str]]:
-    rows = []
+    accuracy = "no validation in this run"
     if summary.top1 is not None and summary.top5 is not None:
-        rows.append(("accuracy", f"{summary.top1:.1%} top-1, {summary.top5:.1%} top-5"))
+        accuracy = f"{summary.top1:.1%} top-1, {summary.top5:.1%} top-5"
+    rows = [("accuracy", accuracy)]
     if summary.images_per_s is not None:
         parts = [f"S {summary.S:,.0f}"] if summary.S is not None else []
         parts += [f"N {summary.N}"] if summary.N is not None else []

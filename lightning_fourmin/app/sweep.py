@@ -22,10 +22,8 @@ class SweepReport(Callback):
         page = write_sweep(folder)
         print(f"\n{(folder / 'sweep.md').read_text()}\n{os.path.relpath(page)}", flush=True)
         jobs = read_jobs(folder)
-        failed = [job for job in jobs if job.record is None or job.record.status == "failed"]
-        if failed:
-            print(f"fourmin train: {len(failed)} of {len(jobs)} jobs failed:", file=sys.stderr)
-            for job in failed:
-                print(f"  job {job.number}: {job.record.error if job.record else 'left no record'}", file=sys.stderr)
+        if failed := [job for job in jobs if job.status != "done"]:
+            lines = [f"  job {job.number}: {job.error}" for job in failed]
+            print(f"fourmin train: {len(failed)} of {len(jobs)} jobs failed:", *lines, sep="\n", file=sys.stderr)
             # Hydra catches errors in callbacks, but lets this through.
             sys.exit(1)

@@ -18,7 +18,7 @@ from lightning_fourmin.app.job import external_rank, train
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
 from lightning_fourmin.app.machine import hardware, versions
 from lightning_fourmin.app.settle import num_local_ranks, settled
-from lightning_fourmin.app.verb import run_hydra
+from lightning_fourmin.app.verb import give_up, run_hydra
 from lightning_fourmin.report.page import write_report
 from lightning_fourmin.report.run_files import RunRecord
 
@@ -27,6 +27,8 @@ INTERRUPTED = 130
 
 
 def main() -> None:
+    if external_rank() is not None and {"-m", "--multirun"} & set(sys.argv):
+        give_up("train", "a sweep starts the ranks of each job itself: run it without torchrun or srun")
     if external_rank():
         # The run's folder is rank 0's.
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
