@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_fourmin.app.mistakes import explain
 from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.report.run_files import RunError
 
 CONF = Path(str(import_module("lightning_fourmin.conf").__file__)).parent
@@ -23,6 +24,11 @@ _Options = TypeVar("_Options")
 
 def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> None:
     """Calls `work` with options of a dataclass made from conf/<verb>.yaml and the command line."""
+    run_hydra(verb, with_options(verb, kind, work))
+
+
+def with_options(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> Callable[[DictConfig], None]:
+    """A task that checks the config against a dataclass and ends with a sentence for what its user got wrong."""
 
     def task(config: DictConfig) -> None:
         try:
@@ -34,10 +40,10 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
             give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
         except OmegaConfBaseException as error:
             give_up(verb, f"{error.full_key}: {error.msg}")
-        except (RunError, ShardError) as error:
+        except (PlanError, RunError, ShardError) as error:
             give_up(verb, str(error))
 
-    run_hydra(verb, task)
+    return task
 
 
 def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:

@@ -8,11 +8,8 @@ from typing import Any
 
 from lightning_fourmin.comm.cost import Link, Links
 from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.predict.work import Device
-
-
-class PlanError(ValueError):
-    """A plan that cannot be made, with what to change, for people."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_fourmin.predict.errors import PlanError
+
 NUM_WARMUP = 2
 
 Loss = Callable[[Any], Tensor]
@@ -160,7 +162,7 @@ def profile_of(
     missing = sorted(num_bytes.keys() - {name for name, _ in steps[0].gradients})
     if missing or not num_bytes:
         what = f"{missing[0]} (1 of {len(missing)}) gets no gradient" if missing else "it has no trainable parameters"
-        raise ValueError(
+        raise PlanError(
             f"{type(module).__name__} cannot be profiled: {what}; freeze what is not trained, or give a loss that "
             "uses every output"
         )
@@ -225,7 +227,7 @@ def _hooks(module: nn.Module, starts: Callable[[str], object], is_ready: Callabl
 def _sum_of(output: Any) -> Tensor:
     sums = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums:
-        raise ValueError(f"the module's output ({type(output).__name__}) holds no tensor to differentiate: give a loss")
+        raise PlanError(f"the module's output ({type(output).__name__}) holds no tensor to differentiate: give a loss")
     return torch.stack(sums).sum()
 
 

@@ -12,7 +12,8 @@ from lightning_fourmin.comm.cost import all_reduce_s
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.predict.cluster import Cluster, PlanError
+from lightning_fourmin.predict.cluster import Cluster
+from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.predict.profile import Profile
 from lightning_fourmin.predict.step import Plan, Step
 from lightning_fourmin.predict.stragglers import Stragglers, simulate_with
@@ -66,7 +67,7 @@ class Scenario:
             topology,
             self.cluster.links,
             self.wire_dtype.itemsize,
-            self.cluster.host,
+            host=self.cluster.host,
         )
 
     def _table(self, topology: Topology) -> AllReduceTable:

@@ -34,6 +34,8 @@ class Plan:
     links: Links
     wire_itemsize: int | None = None
     """Bytes of a number on the wire; None: those of the gradients."""
+    chunk_bytes: int = CHUNK_BYTES
+    """Larger buckets go in pieces of about this size (not in the ring)."""
     host: Link | None = None
     """What a piece costs on cores that compute as well (ranks on CPU): that time cannot overlap with compute."""
 
@@ -149,7 +151,7 @@ def _pieces(profile: Profile, plan: Plan) -> list[_Piece]:
         if not numel:
             continue
         algorithm = plan.table.choose(numel * itemsize)
-        num_pieces = -(-numel * itemsize // CHUNK_BYTES) if algorithm in IN_PIECES else 1
+        num_pieces = -(-numel * itemsize // plan.chunk_bytes) if algorithm in IN_PIECES else 1
         smaller, larger = divmod(numel, num_pieces)
         for piece in range(num_pieces):
             num_bytes = (smaller + (piece < larger)) * itemsize

@@ -8,6 +8,7 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
+from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.predict.profile import Profile
 from lightning_fourmin.predict.step import Plan, Step, simulate
 
@@ -30,7 +31,7 @@ class Stragglers:
 
     def __post_init__(self) -> None:
         if not (self.jitter >= 0 and 0 <= self.probability <= 1 and self.slowdown >= 1 and self.num_backups >= 0):
-            raise ValueError(
+            raise PlanError(
                 f"stragglers: jitter={self.jitter} and num_backups={self.num_backups} must be 0 or more, "
                 f"probability={self.probability} between 0 and 1, slowdown={self.slowdown} 1 or more"
             )
@@ -42,7 +43,7 @@ class Stragglers:
     def paces(self, num_ranks: int, num_steps: int = NUM_STEPS) -> list[float]:
         """How many times longer than the profile's the awaited ranks compute, step by step."""
         if self.num_backups >= num_ranks:
-            raise ValueError(
+            raise PlanError(
                 f"num_backups={self.num_backups} leaves no rank of {num_ranks} to wait for: choose a smaller number"
             )
         draw = random.Random(self.seed)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
+from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.predict.profile import Loss, Profile, batch_size_of, profile_of, record
 
 UPDATE_BYTES_A_PARAMETER = 5 * 4
@@ -47,7 +48,7 @@ def peak_profile(
             marks = record(twin, shapes, loss, clock.mark)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         shape = next(tuple(value.shape) for value in shapes if isinstance(value, Tensor))
-        raise ValueError(
+        raise PlanError(
             f"{type(module).__name__} cannot be traced with an input of {shape} ({type(error).__name__}: {error}): "
             "check the input's shape; a module whose control flow depends on values has to be measured instead "
             "(layer_times=measured)"
@@ -62,7 +63,7 @@ class _WorkClock(TorchDispatchMode):
     """A clock that runs while operations do, as fast as the device's peaks allow."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._now_s = device, 0.0
 
     def mark(self) -> float:
