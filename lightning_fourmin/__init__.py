@@ -8,6 +8,7 @@ from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.lars import LARS
+from lightning_fourmin.models.classifier import ImageClassifier
 from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.recipe import param_groups
 from lightning_fourmin.strategy import FourMinStrategy
@@ -17,6 +18,7 @@ __all__ = [
     "LARS",
     "FourMinPrecision",
     "FourMinStrategy",
+    "ImageClassifier",
     "ScalingMonitor",
     "ShardDataModule",
     "TrustRatioMonitor",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 
@@ -44,7 +45,7 @@ class Topology:
     def world_size(self) -> int:
         return len(self.node_of)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return len(set(self.node_of))
 
@@ -52,9 +53,13 @@ class Topology:
     def leaders(self) -> tuple[int, ...]:
         return tuple(group[0] for group in self.groups)
 
-    @property
+    @cached_property
     def largest_group(self) -> int:
         return max(len(group) for group in self.groups)
+
+    @cached_property
+    def groups_span_nodes(self) -> bool:
+        return any(len({self.node_of[rank] for rank in group}) > 1 for group in self.groups)
 
     @property
     def equal_groups(self) -> bool:
@@ -71,7 +76,7 @@ class Topology:
     def column_of(self, rank: int) -> tuple[int, ...]:
         return self.columns[self.group_of(rank).index(rank)]
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Short name of the layout: ranks a node and ranks a group, for example `nodes2x2_groups2x2`."""
         nodes = [self.node_of.count(node) for node in sorted(set(self.node_of))]
