@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.lars import LARS
@@ -18,6 +19,7 @@ __all__ = [
     "FourMinPrecision",
     "FourMinStrategy",
     "ImageClassifier",
+    "ScalingMonitor",
     "ShardDataModule",
     "TrustRatioMonitor",
     "param_groups",

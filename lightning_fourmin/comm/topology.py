@@ -37,6 +37,10 @@ class Topology:
             groups = [tuple(line[i : i + group_size]) for i in range(0, len(line), group_size)]
         return cls(tuple(node_of), tuple(groups))
 
+    def with_groups_of(self, group_size: int) -> "Topology":
+        """The same ranks on the same nodes in other groups."""
+        return Topology.build(self.node_of, group_size)
+
     @property
     def world_size(self) -> int:
         return len(self.node_of)
