@@ -284,7 +284,7 @@ every step, and for large messages also its bytes.
 | number | value | from |
 | --- | --- | --- |
 | S, ResNet-50, 64 a GPU | 218 img/s mixed, 172 FP32 | [seed] |
-| a, seconds a step of a ring between nodes | {a_us:.2f} us | calibrated by the 11x [abs]; p40_100gbe.yaml has {config_us:g} |
+| a, a step of a ring between nodes | {a_us:.2f} us | from the 11x [abs]; p40_100gbe.yaml has {config_us:g} |
 | b between nodes | {between_gb:g} GB/s, one NIC a node | 100 Gbit/s RoCE [team], one a node [unc] |
 | a and b inside a node | {inside_us:g} us, {inside_gb:g} GB/s | PCIe 3.0 x16 [unc] |
 | sums | {sums_gb:g} GB/s | a third of the memory's rate [drv] |

@@ -100,8 +100,8 @@ def predict(options: PlanOptions) -> Outlook:
         options.algorithm,
         options.group_size,
         options.switch_mb,
-        WIRE_DTYPES[options.wire_dtype],
-        Stragglers(**options.stragglers),
+        wire_dtype=WIRE_DTYPES[options.wire_dtype],
+        stragglers=Stragglers(**options.stragglers),
     )
     return Outlook.of(scenario, fp32_profile, options.epochs, options.num_samples, options.most_ranks)
 

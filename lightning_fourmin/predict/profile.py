@@ -97,10 +97,12 @@ def measure_profile(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     repetitions: int = 5,
+    before_step: Callable[[], object] = lambda: None,
 ) -> Profile:
     """Medians over steps of a copy of `module` on its own device; `module` and the random state stay untouched.
 
-    Without `loss` the sum of all outputs is differentiated; without `optimizer` the update takes no time.
+    Without `loss` the sum of all outputs is differentiated; without `optimizer` the update takes no time. Where ranks
+    share cores, a barrier as `before_step` makes them compete as they do in training.
     """
     twin = copy.deepcopy(module).train()
     parameters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
@@ -109,7 +111,11 @@ def measure_profile(
 
     def steps(clock: "Clock[_Mark]") -> list[tuple[Marks[float], float]]:
         with torch.random.fork_rng():
-            return [_timed_step(twin, inputs, loss, optimize, clock) for _ in range(NUM_WARMUP + repetitions)]
+            timed = []
+            for _ in range(NUM_WARMUP + repetitions):
+                before_step()
+                timed.append(_timed_step(twin, inputs, loss, optimize, clock))
+            return timed
 
     timed = (steps(_CudaClock()) if device == "cuda" else steps(_HostClock()))[NUM_WARMUP:]
     update_s = statistics.median(took for _, took in timed)

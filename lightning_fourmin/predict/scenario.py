@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_fourmin.comm.algorithms import ALGORITHMS
 from lightning_fourmin.comm.cost import all_reduce_s
+from lightning_fourmin.comm.engine import CHUNK_BYTES
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
@@ -53,6 +54,7 @@ class Scenario:
     algorithm: str = "hybrid"
     group_size: int | None = None
     switch_mb: float | None = None
+    chunk_bytes: int = CHUNK_BYTES
     wire_dtype: torch.dtype = torch.float32
     stragglers: Stragglers = field(default_factory=Stragglers)
     measured: AllReduceTable | None = field(default=None, repr=False)
@@ -67,6 +69,7 @@ class Scenario:
             topology,
             self.cluster.links,
             self.wire_dtype.itemsize,
+            self.chunk_bytes,
             host=self.cluster.host,
         )
 

@@ -5,10 +5,14 @@ from dataclasses import dataclass, replace
 
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.cost import Link, Links
+from lightning_fourmin.comm.engine import CHUNK_BYTES
+from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.predict.scenario import COMPARED, Scenario
+from lightning_fourmin.predict.step import IN_PIECES
 from lightning_fourmin.predict.stragglers import Stragglers
 
 FUSION_MB = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+CHUNK_MB = (CHUNK_BYTES / MIB, 4.0, 16.0, 64.0)
 SWITCH_MB = tuple(4.0**power / 1024 for power in range(9))
 """1 KiB to 64 MiB."""
 HIDDEN = 0.01
@@ -23,19 +27,26 @@ class Best:
     algorithm: str
     """`hybrid` chooses by table."""
     fusion_mb: float
+    chunk_mb: float
+    """Pieces of large buckets, where the algorithm has phases that could overlap."""
     step_ms: float
     switch_mb: float
-    """Of the paper's hybrid (hierarchical up to this size, ring above) with the same fusion."""
+    """Of the paper's hybrid (hierarchical up to this size, ring above) with the same fusion and pieces."""
     switch_step_ms: float
     by_algorithm: dict[str, float]
-    """Milliseconds of a step, each with its best fusion."""
+    """Milliseconds of a step, each with its best fusion and pieces."""
 
 
 def best_settings(scenario: Scenario) -> Best:
     plain = replace(scenario, switch_mb=None)
     names = ("hybrid", *usable_algorithms(scenario.plan.topology), *COMPARED)
     by_algorithm = {
-        name: _fastest(replace(plain, algorithm=name, fusion_mb=fusion_mb) for fusion_mb in FUSION_MB) for name in names
+        name: _fastest(
+            replace(plain, algorithm=name, fusion_mb=fusion_mb, chunk_bytes=int(chunk_mb * MIB))
+            for fusion_mb in FUSION_MB
+            for chunk_mb in (CHUNK_MB if name in ("hybrid", *IN_PIECES) else CHUNK_MB[:1])
+        )
+        for name in names
     }
     best = _fastest(one for name, one in by_algorithm.items() if name not in COMPARED)
     switched = _fastest(replace(best, algorithm="hybrid", switch_mb=switch_mb) for switch_mb in SWITCH_MB)
@@ -43,6 +54,7 @@ def best_settings(scenario: Scenario) -> Best:
     return Best(
         best.algorithm,
         best.fusion_mb,
+        best.chunk_bytes / MIB,
         1e3 * best.step.step_s,
         switched.switch_mb,
         1e3 * switched.step.step_s,

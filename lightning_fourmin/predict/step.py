@@ -6,19 +6,21 @@
 
 A bucket is ready with its last gradient and after the bucket before it. Its pieces pass the stages of their algorithm
 as in the engine; a link carries one phase at a time. All ranks do the same at the same time, so one stands for all.
-The order on each link is fixed, so with the same algorithms a faster link never makes a step slower.
+The order on each link is fixed, so with the same algorithms a faster link never makes a step slower (unless cores
+serve both communication and compute).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from lightning_fourmin.comm.cost import Link, Links, PhaseCost, phase_costs
 from lightning_fourmin.comm.engine import CHUNK_BYTES
-from lightning_fourmin.comm.fusion import FusionPlan
+from lightning_fourmin.comm.fusion import Bucket, FusionPlan
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.predict.profile import Profile
+from lightning_fourmin.predict.resources import Cores, Gaps, Wire
 
 IN_PIECES = ("hierarchical", "torus")
 """Algorithms whose large buckets the engine cuts."""
@@ -37,7 +39,7 @@ class Plan:
     chunk_bytes: int = CHUNK_BYTES
     """Larger buckets go in pieces of about this size (not in the ring)."""
     host: Link | None = None
-    """What a piece costs on cores that compute as well (ranks on CPU): that time cannot overlap with compute."""
+    """What a piece costs the cores that compute (ranks on CPU); spread over the time that it is between groups."""
 
 
 @dataclass(frozen=True)
@@ -72,114 +74,71 @@ class _Piece:
     bucket: int
     algorithm: str
     num_bytes: int
-    phases: tuple[PhaseCost, ...]
-    at_s: float
-    """When it is ready, later when it is done."""
-
-
-class _Link:
-    """Carries one phase at a time, in the order in which they are given."""
-
-    def __init__(self) -> None:
-        self.free_s = 0.0
-        self.busy: list[tuple[float, float]] = []
-
-    def carry(self, at_s: float, took_s: float) -> tuple[float, float]:
-        start_s = max(at_s, self.free_s)
-        self.free_s = start_s + took_s
-        self.busy.append((start_s, self.free_s))
-        return start_s, self.free_s
-
-
-class _Gaps:
-    """What is left of a link between the phases that it carries first."""
-
-    def __init__(self, link: _Link) -> None:
-        self._busy, self._next, self._free_s = link.busy, 0, 0.0
-
-    def carry(self, at_s: float, took_s: float) -> tuple[float, float]:
-        now_s = max(at_s, self._free_s)
-        begun_s: float | None = None
-        while self._next < len(self._busy):
-            busy_from_s, busy_to_s = self._busy[self._next]
-            if busy_to_s > now_s:
-                if now_s + took_s <= busy_from_s:
-                    break
-                if busy_from_s > now_s:
-                    begun_s = now_s if begun_s is None else begun_s
-                    took_s -= busy_from_s - now_s
-                now_s = busy_to_s
-            self._next += 1
-        self._free_s = now_s + took_s
-        return (now_s if begun_s is None else begun_s), self._free_s
+    ready_s: float
+    done_s: float
+    """So far."""
 
 
 def simulate(profile: Profile, plan: Plan) -> Step:
     """One step without noise."""
-    ended_s = profile.forward_s + profile.backward_s
-    spans = [
+    cores = Cores()
+    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, cores)
+    ended_s = cores.reach(profile.forward_s + profile.backward_s)
+    done_s = max([ended_s, *(piece.done_s for piece in pieces)])
+    step_s = done_s + profile.update_s
+    main = (
         Span("main", "forward", 0.0, profile.forward_s),
         Span("main", "backward", profile.forward_s, ended_s),
-    ]
-    done_s, comm_s = ended_s, 0.0
-    if plan.topology.world_size > 1 and (pieces := _pieces(profile, plan)):
-        ready = [piece.at_s for piece in pieces]
-        spans += _carried(pieces, one_link=plan.topology.groups_span_nodes)
-        host_s = 0.0
-        if plan.host is not None:
-            host_s = sum(plan.host.latency_s + piece.num_bytes * plan.host.s_per_byte for piece in pieces)
-        done_s = max(ended_s + host_s, *(piece.at_s for piece in pieces))
-        comm_s = _union_s(list(zip(ready, (piece.at_s for piece in pieces), strict=True)))
-    step_s = done_s + profile.update_s
-    spans.append(Span("main", "optimizer step", done_s, step_s))
-    return Step(step_s, profile.compute_s, comm_s, tuple(spans))
+        Span("main", "optimizer step", done_s, step_s),
+    )
+    comm_s = _union_s([(piece.ready_s, piece.done_s) for piece in pieces])
+    return Step(step_s, profile.compute_s, comm_s, (*main, *spans))
 
 
-def _pieces(profile: Profile, plan: Plan) -> list[_Piece]:
-    ready_s = {gradient.name: profile.forward_s + gradient.ready_s for gradient in profile.gradients}
+def _communicate(profile: Profile, plan: Plan, cores: Cores) -> tuple[list[_Piece], list[Span]]:
+    """All pieces, carried, and what the links did."""
+    done_after_s = {gradient.name: profile.forward_s + gradient.ready_s for gradient in profile.gradients}
+    # Groups that reach over nodes reduce and broadcast on the link between nodes, too.
+    one_link = plan.topology.groups_span_nodes
+    inside, between = Wire(), Wire()
+    pieces: list[_Piece] = []
+    spans: list[Span] = []
+    late: list[tuple[_Piece, PhaseCost]] = []
 
-    @cache
-    def costs(algorithm: str, num_bytes: int) -> tuple[PhaseCost, ...]:
-        return phase_costs(algorithm, num_bytes, plan.topology, plan.links)
-
-    pieces = []
-    at_s = 0.0
-    for index, bucket in enumerate(plan.fusion.buckets):
-        at_s = max(at_s, *(ready_s[name] for name in bucket.names))
-        itemsize = plan.wire_itemsize or bucket.dtype.itemsize
-        numel = bucket.num_bytes // bucket.dtype.itemsize
-        if not numel:
-            continue
-        algorithm = plan.table.choose(numel * itemsize)
-        num_pieces = -(-numel * itemsize // plan.chunk_bytes) if algorithm in IN_PIECES else 1
-        smaller, larger = divmod(numel, num_pieces)
-        for piece in range(num_pieces):
-            num_bytes = (smaller + (piece < larger)) * itemsize
-            pieces.append(_Piece(index, algorithm, num_bytes, costs(algorithm, num_bytes), at_s))
-    return pieces
-
-
-def _carried(pieces: Sequence[_Piece], one_link: bool) -> list[Span]:
-    """Takes all pieces through their phases; `one_link`: groups reach over nodes, so all phases share that link."""
-    inside, between = _Link(), _Link()
-    spans = []
-
-    def carry(piece: _Piece, phase: PhaseCost, link: _Link | _Gaps) -> None:
-        start_s, piece.at_s = link.carry(piece.at_s, phase.total_s)
+    def carry(piece: _Piece, phase: PhaseCost, link: Wire | Gaps) -> None:
+        start_s, piece.done_s = link.carry(piece.done_s, phase.total_s)
         details = {"algorithm": piece.algorithm, "bytes": piece.num_bytes}
-        spans.append(Span(phase.stage, f"bucket {piece.bucket}", start_s, piece.at_s, details))
+        spans.append(Span(phase.stage, f"bucket {piece.bucket}", start_s, piece.done_s, details))
+        if phase.stage == "scatter" and plan.host is not None:
+            host_s = plan.host.latency_s + piece.num_bytes * plan.host.s_per_byte
+            cores.serve(start_s, piece.done_s, host_s)
 
-    for piece in pieces:
-        for phase in piece.phases:
-            if one_link or phase.stage != "broadcast":
-                carry(piece, phase, inside if phase.stage == "reduce" and not one_link else between)
-    if not one_link:
-        gaps = _Gaps(inside)
-        for piece in pieces:
-            for phase in piece.phases:
-                if phase.stage == "broadcast":
-                    carry(piece, phase, gaps)
-    return spans
+    costs = cache(partial(phase_costs, topology=plan.topology, links=plan.links))
+    for index, bucket in enumerate(plan.fusion.buckets):
+        ready_s = cores.reach(max(done_after_s[name] for name in bucket.names))
+        for algorithm, num_bytes in _cut(bucket, plan):
+            piece = _Piece(index, algorithm, num_bytes, ready_s, ready_s)
+            pieces.append(piece)
+            for phase in costs(algorithm, num_bytes):
+                if phase.stage == "broadcast" and not one_link:
+                    late.append((piece, phase))
+                else:
+                    carry(piece, phase, inside if phase.stage == "reduce" and not one_link else between)
+    gaps = Gaps(inside)
+    for piece, phase in late:
+        carry(piece, phase, gaps)
+    return pieces, spans
+
+
+def _cut(bucket: Bucket, plan: Plan) -> list[tuple[str, int]]:
+    """Algorithm and bytes of each piece of a bucket, as the engine sends it."""
+    itemsize = plan.wire_itemsize or bucket.dtype.itemsize
+    numel = bucket.num_bytes // bucket.dtype.itemsize
+    algorithm = plan.table.choose(numel * itemsize)
+    num_pieces = max(1, -(-numel * itemsize // plan.chunk_bytes)) if algorithm in IN_PIECES else 1
+    smaller, num_larger = divmod(numel, num_pieces)
+    sizes = [(smaller + (number < num_larger)) * itemsize for number in range(num_pieces)]
+    return [(algorithm, num_bytes) for num_bytes in sizes if num_bytes]
 
 
 def _union_s(intervals: Sequence[tuple[float, float]]) -> float:
