@@ -4,15 +4,26 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.lars import LARS
+from lightning_fourmin.models.classifier import ImageClassifier
 from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.recipe import param_groups
 from lightning_fourmin.strategy import FourMinStrategy
 
 __version__ = version("lightning-fourmin")
-__all__ = ["LARS", "FourMinPrecision", "FourMinStrategy", "ShardDataModule", "TrustRatioMonitor", "param_groups"]
+__all__ = [
+    "LARS",
+    "FourMinPrecision",
+    "FourMinStrategy",
+    "ImageClassifier",
+    "ScalingMonitor",
+    "ShardDataModule",
+    "TrustRatioMonitor",
+    "param_groups",
+]
 
 if "fourmin" not in StrategyRegistry:
     FourMinStrategy.register_strategies(StrategyRegistry)

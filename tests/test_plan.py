@@ -1,0 +1,239 @@
+"""`fourmin plan`: what it answers and writes, its clusters, and bad input."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from lightning_fourmin.app.plan import PlanOptions, predict
+from lightning_fourmin.app.verb import CONF
+from lightning_fourmin.models import build_model
+from lightning_fourmin.predict.cluster import Cluster
+from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniques, train
+from lightning_fourmin.predict.search import FUSION_MB, best_settings, bottleneck
+from lightning_fourmin.predict.stragglers import Stragglers
+from lightning_fourmin.predict.work import peak_profile
+
+Fourmin = Callable[..., tuple[int, str, str]]
+SMALL = ["model=resnet_small", "input_shape=[3,32,32]", "samples_per_s=5000", "num_ranks=64", "most_ranks=64"]
+
+
+def config(name: str = "p40_100gbe") -> dict[str, Any]:
+    loaded = OmegaConf.to_container(OmegaConf.load(CONF / "cluster" / f"{name}.yaml"))
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items()}
+
+
+@pytest.fixture(scope="module")
+def scenario() -> Scenario:
+    """A small ResNet on 256 GPUs: few bytes, many latencies."""
+    with torch.device("meta"):
+        module, images = build_model("resnet_small", 10), torch.empty(64, 3, 32, 32)
+    cluster = Cluster.from_config(config())
+    profile = peak_profile(module, images, cluster.device)
+    profile = profile.scaled(64 / 10_000 / profile.compute_s)
+    parameters = list(module.named_parameters())
+    return Scenario(parameters, profile, cluster, 256, 0.1, wire_dtype=torch.float16)
+
+
+# The answer.
+
+
+def test_plan_from_the_command_line(fourmin: Fourmin, tmp_path: Path) -> None:
+    code, output, errors = fourmin("plan", *SMALL, "out=here")
+    assert code == 0, errors
+    assert output.startswith("p40_100gbe: 64 ranks on 8 nodes, 8 x groups of 8; batch 64 a rank\n")
+    assert "scaled to the given 5000 samples/s" in output
+    written = json.loads((tmp_path / "here" / "plan.json").read_text())
+    now = written["prediction"]
+    assert now["N"] == 64
+    assert now["S"] == pytest.approx(5000)
+    assert now["T"] == pytest.approx(now["S"] * now["N"] * now["e"])
+    assert now["step_ms"] == pytest.approx(now["compute_ms"] + now["exposed_ms"])
+    assert list(written["curves"]) == ["all", "without fusion", "without FP16", "without hybrid", "none"]
+    assert [point["N"] for point in written["curves"]["none"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert written["bottleneck"] in output
+    assert written["training"]["num_steps"] == round(90 * 1281167 / (64 * 64))
+    events = json.loads((tmp_path / "here" / "trace.json").read_text())["traceEvents"]
+    lanes = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert lanes[:2] == ["main", "reduce"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(1e3 * now["step_ms"])
+    picture = (tmp_path / "here" / "plan.svg").read_text()
+    assert "<svg" in picture
+    assert "Predicted throughput on p40_100gbe" in picture
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
+
+
+def test_help_lists_the_keys(fourmin: Fourmin) -> None:
+    code, output, _ = fourmin("plan", "--help")
+    assert code == 0
+    assert output.startswith("fourmin plan is powered by Hydra.")
+    for word in ("cluster: h100_ib, p40_100gbe, v100_ib", "num_ranks: 1024", "layer_times: scaled"):
+        assert word in output
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "cluster").glob("*.yaml")))
+def test_every_cluster_predicts_every_large_model(name: str) -> None:
+    """By the cluster's reference, which for its own model is the throughput at its batch."""
+    cluster = Cluster.from_config(config(name))
+    assert cluster.name == name
+    assert cluster.reference is not None
+    options = PlanOptions(cluster=config(name), num_ranks=16, most_ranks=1, batch_size=cluster.reference.batch_size)
+    outlook = predict(replace(options, model=cluster.reference.model))
+    found = asdict(outlook.prediction)
+    assert found["S"] == pytest.approx(cluster.reference.samples_per_s)
+    assert outlook.curves["all"][0].e == pytest.approx(1.0)
+    if cluster.reference.fp32_samples_per_s is not None:
+        assert asdict(outlook.curves["none"][0])["S"] == pytest.approx(cluster.reference.fp32_samples_per_s)
+    alexnet = asdict(predict(replace(options, model="alexnet_bn")).prediction)
+    assert alexnet["S"] > 2 * found["S"]
+
+
+class Tiny(nn.Sequential):
+    """What `module=test_plan:Tiny` makes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def not_a_module() -> str:
+    return "no module"
+
+
+def test_module_by_import_path_measured_here() -> None:
+    options = PlanOptions(
+        cluster=config(),
+        module="test_plan:Tiny",
+        module_options={"width": 16},
+        input_shape=[4],
+        layer_times="measured",
+        batch_size=4,
+        num_ranks=2,
+        most_ranks=2,
+    )
+    outlook = predict(options)
+    assert "measured on cpu" in str(outlook)
+    assert len(outlook.scenario.parameters) == 4
+    assert outlook.prediction.compute_ms > 0
+
+
+# Scenarios.
+
+
+def test_each_technique_helps_where_latency_binds(scenario: Scenario) -> None:
+    variants = techniques(scenario, scenario.profile.scaled(1.3))
+    total = {name: variant.prediction.T for name, variant in variants.items()}
+    assert list(total) == ["all", "without fusion", "without FP16", "without hybrid", "none"]
+    assert total["all"] > max(total[name] for name in total if name != "all")
+    assert total["none"] < min(total[name] for name in total if name != "none")
+    slower = variants["without FP16"].profile
+    assert slower.samples_per_s == pytest.approx(scenario.profile.samples_per_s / 1.3)
+
+
+def test_curve_begins_without_communication_and_falls(scenario: Scenario) -> None:
+    curve = scaling_curve(scenario, 4096)
+    assert [point.N for point in curve] == [2**power for power in range(13)]
+    assert (curve[0].e, curve[0].comm_ms) == (pytest.approx(1.0), 0.0)
+    assert curve[-1].e < 0.5 < curve[3].e
+    with_groups = scaling_curve(replace(scenario, group_size=16, stragglers=Stragglers(0.1, num_backups=2)), 32)
+    assert [point.N for point in with_groups] == [1, 2, 4, 8, 16, 32]
+
+
+def test_best_settings_are_at_least_as_fast_as_those_tried_one_by_one(scenario: Scenario) -> None:
+    best = best_settings(scenario)
+    for fusion_mb in FUSION_MB:
+        for algorithm in ("ring", "hierarchical", "torus", "hybrid"):
+            tried = replace(scenario, fusion_mb=fusion_mb, algorithm=algorithm)
+            assert best.step_ms <= tried.prediction.step_ms + 1e-9
+    assert list(best.by_algorithm) == [
+        "hybrid",
+        "ring",
+        "hierarchical",
+        "torus",
+        "halving_doubling",
+        "parameter_server",
+    ]
+    same = replace(
+        scenario, algorithm=best.algorithm, fusion_mb=best.fusion_mb, chunk_bytes=int(best.chunk_mb * 1024 * 1024)
+    )
+    assert same.prediction.step_ms == pytest.approx(best.step_ms)
+
+
+def test_bottleneck_names_what_to_take_away(scenario: Scenario) -> None:
+    assert bottleneck(scenario).startswith("Latency between nodes: without it a step would take ")
+    assert bottleneck(replace(scenario, num_ranks=1)).startswith("Compute: one rank has nobody to communicate with")
+    patient = replace(scenario, profile=scenario.profile.scaled(1000))
+    assert bottleneck(patient).startswith("Compute: ")
+    slow = replace(patient, stragglers=Stragglers(probability=0.1, slowdown=3.0))
+    assert bottleneck(slow).startswith("Slow ranks: without it a step would take ")
+
+
+def test_training_time(scenario: Scenario) -> None:
+    training = train(scenario, 90, 1_281_167)
+    assert training.num_steps == round(90 * 1_281_167 / (64 * 256))
+    assert training.hours == pytest.approx(training.num_steps * scenario.step.step_s / 3600)
+    # Backups compute samples that nobody waits for: more steps for the same epochs.
+    helped = replace(scenario, stragglers=Stragglers(0.1, num_backups=56))
+    assert train(helped, 90, 1_281_167).num_steps == round(90 * 1_281_167 / (64 * 200))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["~cluster.between"],
+            "cluster 'p40_100gbe': between.latency_us is missing; conf/cluster/p40_100gbe.yaml shows",
+        ),
+        (["cluster.between.gb_per_s=0"], "cluster 'p40_100gbe': between.gb_per_s=0 must be above 0"),
+        (["cluster.inside.latency_us=-1"], "cluster 'p40_100gbe': inside.latency_us=-1 must be 0 or more"),
+        (["cluster.ranks_per_node=1.5"], "cluster 'p40_100gbe': ranks_per_node=1.5 must be a whole number"),
+        (["cluster.device.tflops=fast"], "cluster 'p40_100gbe': device.tflops='fast' is not a number"),
+        (["group_size=65"], "group_size=65 does not fit into num_ranks=64: choose 1 to 64, or leave it out"),
+        (["num_ranks=0"], "num_ranks=0 must be at least 1"),
+        (
+            ["algorithm=butterfly"],
+            "algorithm='butterfly' is not known: choose one of hybrid, ring, hierarchical, torus",
+        ),
+        (["algorithm=torus", "group_size=7"], "algorithm='torus' is not in the table of nodes8x8_groups9x7+1x1"),
+        (["wire_dtype=int8"], "wire_dtype=int8 is not known: choose one of fp32, fp16, bf16"),
+        (["layer_times=guessed"], "layer_times=guessed is not known: choose scaled or measured"),
+        (
+            ["samples_per_s=null", "cluster.reference=null"],
+            "samples_per_s is not given and cluster 'p40_100gbe' has no",
+        ),
+        (["input_shape=[1,32,32]"], "ResNet cannot be traced with an input of (64, 1, 32, 32)"),
+        (["stragglers.jitter=0.1", "stragglers.num_backups=64"], "num_backups=64 leaves no rank of 64 to wait for"),
+        (
+            ["module=nowhere:Net"],
+            "module=nowhere:Net cannot be imported (No module named 'nowhere'): write package.file",
+        ),
+        (
+            ["module=test_plan:Gone", "input_shape=[4]"],
+            "module=test_plan:Gone cannot be imported (module 'test_plan' has",
+        ),
+        (["module=test_plan:not_a_module"], "module=test_plan:not_a_module makes a str, not a torch.nn.Module"),
+        (
+            ["module=test_plan:Tiny", "input_shape=null"],
+            "input_shape is not given: module needs the shape of one sample",
+        ),
+        (["model=resnet51"], "model=resnet51 is not known: did you mean resnet50?"),
+        (["cluster=p41"], "cluster=p41 is not known"),
+    ],
+)
+def test_errors_are_one_sentence(fourmin: Fourmin, tmp_path: Path, arguments: list[str], message: str) -> None:
+    given = [one for one in SMALL if one.partition("=")[0] not in {other.partition("=")[0] for other in arguments}]
+    code, output, errors = fourmin("plan", *given, *arguments)
+    assert code == 1
+    assert errors.startswith(f"fourmin plan: {message}")
+    assert "Traceback" not in output + errors
+    assert not list(tmp_path.iterdir())
