@@ -95,7 +95,7 @@ def test_pictures_are_xml_with_ids_of_their_own_and_the_colours_of_the_theme(tmp
     ids = [element.attrib["id"] for svg in page.svgs for element in svg.iter() if "id" in element.attrib]
     assert ids
     assert len(ids) == len(set(ids))
-    assert {link for link in re.findall(r"(?:url\(|href=\")#([\w-]+)", page.source)} == set(ids)
+    assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", page.source)) == set(ids)
     texts = [element.text for svg in page.svgs for element in svg.iter() if element.tag.endswith("}text")]
     assert {"step", "100 %", "2^16", "2.5k", "256 B"} <= set(texts)
     for svg in page.svgs:
