@@ -59,7 +59,7 @@ def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = Scal
         return None
     notes = [_not_finite(line) for line in lines if line.series.num_bad]
     if any(line.style == "noisy" and line.series.is_long for line in lines):
-        notes.append("Lines are medians of stretches; each value lies faintly behind.")
+        notes.append("Faint: each value. Line: the median of a stretch.")
     drawn = [line for line in lines if len(line.series.steps)]
     if drawn and scale.top is not None:
         notes += _left_out(drawn, scale.top, unit)

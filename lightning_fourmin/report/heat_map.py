@@ -36,7 +36,7 @@ class HeatMap:
     @property
     def num_decimals(self) -> int:
         """Enough for the least, the same for all: points stand below each other."""
-        return min(decimals(self.least, 2), 9)
+        return min(max(decimals(self.least, 1), 2), 9)
 
     @property
     def extremes(self) -> tuple[Row, Row]:

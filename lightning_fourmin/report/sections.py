@@ -29,7 +29,8 @@ def learning(metrics: Metrics) -> Section:
         Scale(percent=True),
     )
     losses = [*_noisy(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
-    loss = line_chart("loss", "Loss", losses, _loss_scale_of(losses))
+    wide = _is_wide(losses)
+    loss = line_chart("loss", "Loss, logarithmic" if wide else "Loss", losses, Scale(log_base=10 if wide else None))
     rate = line_chart("rate", "Learning rate", _line(metrics, "lr", "rate of group 0", BLUE), Scale(from_zero=True))
     missing = [
         name
@@ -68,7 +69,7 @@ def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section
     times = [
         *_noisy(metrics, "fourmin/step_ms", "step", BLUE),
         *_noisy(metrics, "fourmin/comm_ms", "communication", GREEN),
-        *_noisy(metrics, "fourmin/exposed_ms", "exposed communication", ORANGE),
+        *_noisy(metrics, "fourmin/exposed_ms", "of it exposed", ORANGE),
     ]
     efficiency = _noisy(metrics, "fourmin/e", "T / (S x N)", BLUE)
     charts = _there(
@@ -107,8 +108,7 @@ def _from_zero(lines: list[Line]) -> Scale:
     return Scale(from_zero=True, top=top_without_outliers(lines))
 
 
-def _loss_scale_of(lines: list[Line]) -> Scale:
-    """Logarithmic where a run begins so high that its end would be a flat line."""
+def _is_wide(lines: list[Line]) -> bool:
+    """Whether the values begin so high that their end would be a flat line."""
     values = np.concatenate([line.series.values for line in lines]) if lines else np.zeros(0)
-    wide = len(values) > 1 and values.min() > 0 and values.max() > 30 * values.min()
-    return Scale(log_base=10) if wide else Scale()
+    return len(values) > 1 and bool(0 < values.min() * 30 < values.max())
