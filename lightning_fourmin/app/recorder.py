@@ -74,7 +74,8 @@ def _summary(trainer: Trainer) -> Summary:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     precision = trainer.precision_plugin
     scale = precision.loss_scale if isinstance(precision, FourMinPrecision) else None
-    scaling = next((c.summary for c in trainer.callbacks if isinstance(c, ScalingMonitor)), None)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    scaling = next((callback.summary for callback in callbacks if isinstance(callback, ScalingMonitor)), None)
     return Summary(
         top1=metrics.get("val/top1"),
         top5=metrics.get("val/top5"),
