@@ -95,7 +95,7 @@ def test_pictures_are_xml_with_ids_of_their_own_and_the_colours_of_the_theme(tmp
     ids = [element.attrib["id"] for svg in page.svgs for element in svg.iter() if "id" in element.attrib]
     assert ids
     assert len(ids) == len(set(ids))
-    assert {link for link in re.findall(r"(?:url\(|href=\")#([\w-]+)", page.source)} == set(ids)
+    assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", page.source)) == set(ids)
     texts = [element.text for svg in page.svgs for element in svg.iter() if element.tag.endswith("}text")]
     assert {"step", "100 %", "2^16", "2.5k", "256 B"} <= set(texts)
     for svg in page.svgs:
@@ -204,7 +204,7 @@ def test_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,train/loss,lr\n0,2.5,nan\n17,nan,nan\n1800,inf,nan\n")
     page = page_of(tmp_path, replace(RUN, summary=Summary()))
     assert "2 values of training, the first at step 17, cannot be drawn: not a finite number." in page.text
-    assert "3 values of rate, the first at step 0, cannot be drawn" in page.text
+    assert "3 values of rate of group 0, the first at step 0, cannot be drawn" in page.text
 
 
 def test_the_last_line_may_be_half_written_and_steps_may_come_again(tmp_path: Path) -> None:

@@ -123,5 +123,5 @@ def test_jobs_that_all_failed_at_once(tmp_path: Path) -> None:
 def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     for folder in (tmp_path, tmp_path / "run", tmp_path / "nowhere"):
-        with pytest.raises(RunError, match="is not the folder of a sweep: it has no numbered folder with a run.json"):
+        with pytest.raises(RunError, match="is not the folder of a sweep: it has no numbered folder"):
             write_sweep(folder)

@@ -11,7 +11,8 @@ def main(config: DictConfig) -> float:
     seed_everything(1, verbose=False)
     data = instantiate(config.data, _convert_="all")
     optimizer, schedule = (instantiate(part, _convert_="all") for part in (config.optim, config.schedule))
-    module = instantiate(config.model, num_classes=data.num_classes, optimizer=optimizer, schedule=schedule)
+    make_module = instantiate(config.model, _partial_=True)
+    module = make_module(num_classes=data.num_classes, optimizer=optimizer, schedule=schedule)
     trainer = Trainer(
         accelerator="cpu",
         devices=config.devices,

@@ -23,14 +23,13 @@ def train(config: dict[str, Any]) -> None:
     schedule = instantiate(config["schedule"], _convert_="all")
     # A data module of the user's own may leave it to the model's config.
     classes = {"num_classes": data.num_classes} if hasattr(data, "num_classes") else {}
-    module: LightningModule = instantiate(
-        config["model"], optimizer=optimizer, schedule=schedule, _convert_="all", **classes
-    )
+    make_module = instantiate(config["model"], _partial_=True, _convert_="all")
+    module: LightningModule = make_module(optimizer=optimizer, schedule=schedule, **classes)
     callbacks = _parts(config["callbacks"])
     if optimizer.func is not LARS:
         callbacks.pop("trust_ratios", None)
-    trainer: Trainer = instantiate(
-        config["trainer"],
+    make_trainer = instantiate(config["trainer"], _partial_=True, _convert_="all")
+    trainer: Trainer = make_trainer(
         strategy=instantiate(config["strategy"], _convert_="all"),
         plugins=[instantiate(config["precision"], _convert_="all")],
         callbacks=[*callbacks.values(), RunRecorder(Path(config["run_dir"]))],
@@ -39,7 +38,6 @@ def train(config: dict[str, Any]) -> None:
         enable_progress_bar="progress_bar" in callbacks,
         enable_model_summary="model_summary" in callbacks,
         enable_checkpointing="checkpoint" in callbacks,
-        _convert_="all",
     )
     # All ranks made the same weights; their dropout must differ.
     torch.manual_seed(config["seed"] + trainer.global_rank)

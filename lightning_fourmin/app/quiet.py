@@ -2,6 +2,11 @@
 
 import logging
 import warnings
+from pathlib import Path
+
+from typing_extensions import override
+
+PACKAGE = Path(__file__).parents[1]
 
 _WARNINGS = (
     # Lightning builds torch's deprecated LeafSpec for every loader that is not in a collection.
@@ -20,17 +25,18 @@ _WARNINGS = (
 )
 
 
-class _Dull(logging.Filter):
-    """Drops the lines about hardware that is not there, and advertisements."""
+class _Ours(logging.Filter):
+    """Of what Lightning's loggers are told, passes what this package says, and warnings."""
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return not any(word in text for word in ("available: ", "Tip: ", "`Trainer.fit` stopped"))
+        return record.levelno >= logging.WARNING or PACKAGE in Path(record.pathname).parents
 
 
 def hush() -> None:
     """For a process that trains."""
     for pattern in _WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addFilter(_Dull())
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_Ours())

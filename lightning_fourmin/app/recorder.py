@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_fourmin.app.machine import hardware
+from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.models.classifier import ImageClassifier
 from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.report.run_files import BucketRecord, ModelSize, RunRecord, Summary, TableRecord
@@ -73,12 +74,20 @@ def _summary(trainer: Trainer) -> Summary:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     precision = trainer.precision_plugin
     scale = precision.loss_scale if isinstance(precision, FourMinPrecision) else None
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    scaling = next((callback.summary for callback in callbacks if isinstance(callback, ScalingMonitor)), None)
     return Summary(
         top1=metrics.get("val/top1"),
         top5=metrics.get("val/top5"),
         val_loss=metrics.get("val/loss"),
         epochs=trainer.current_epoch,
         steps=trainer.global_step,
+        images_per_s=scaling.T if scaling else None,
+        S=scaling.S if scaling else None,
+        N=scaling.N if scaling else None,
+        e=scaling.e if scaling else None,
+        step_ms=scaling.step_ms if scaling else None,
+        exposed_ms=scaling.exposed_ms if scaling else None,
         skipped_steps=scale.skipped_steps if scale else None,
         loss_scale=scale.value if scale else None,
     )

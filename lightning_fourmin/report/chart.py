@@ -23,8 +23,8 @@ class Line:
     label: str
     series: Series
     color: str = INK
-    opacity: float = 1.0
-    style: Literal["line", "dashes", "dots"] = "line"
+    style: Literal["line", "noisy", "dashes", "dots"] = "line"
+    """noisy: a long series as its trend, with all values faintly behind."""
 
     @property
     def css_color(self) -> str:
@@ -58,6 +58,8 @@ def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = Scal
     if not lines:
         return None
     notes = [_not_finite(line) for line in lines if line.series.num_bad]
+    if any(line.style == "noisy" and line.series.is_long for line in lines):
+        notes.append("Faint: each value. Line: the median of a stretch.")
     drawn = [line for line in lines if len(line.series.steps)]
     if drawn and scale.top is not None:
         notes += _left_out(drawn, scale.top, unit)
@@ -90,8 +92,11 @@ def plot_line(axes: "Axes", line: Line) -> None:
     if line.style == "dots" or len(series.steps) == 1:
         axes.plot(series.steps, series.values, "o", color=line.color, ms=4.5, mew=0)
         return
+    if line.style == "noisy" and line.series.is_long:
+        axes.plot(series.steps, series.values, color=line.color, alpha=0.25, linewidth=0.8)
+        series = line.series.smoothed()
     dashes = (0, (4, 3)) if line.style == "dashes" else "-"
-    axes.plot(series.steps, series.values, color=line.color, alpha=line.opacity, linestyle=dashes)
+    axes.plot(series.steps, series.values, color=line.color, linestyle=dashes)
 
 
 def finish(axes: "Axes", scale: Scale) -> None:

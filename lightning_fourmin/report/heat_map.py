@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_fourmin.report.metrics import Metrics, Series
+from lightning_fourmin.report.words import decimals
 
 PREFIX = "trust_ratio/"
 NUM_COLUMNS = 120
@@ -31,6 +32,11 @@ class HeatMap:
     largest: float
     first_step: int
     last_step: int
+
+    @property
+    def num_decimals(self) -> int:
+        """Enough for the least, the same for all: points stand below each other."""
+        return min(max(decimals(self.least, 1), 2), 9)
 
     @property
     def extremes(self) -> tuple[Row, Row]:

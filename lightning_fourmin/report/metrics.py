@@ -12,6 +12,8 @@ import numpy as np
 from lightning_fourmin.report.run_files import RunError
 
 METRICS_NAME = "metrics.csv"
+NUM_STRETCHES = 50
+"""Of a series that is shown as its trend."""
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -52,10 +54,17 @@ class Series:
         order = sorted(kept)
         return Series(self.steps[order], self.values[order])
 
-    def averaged(self, num_bins: int = 50) -> "Series":
-        """The mean of each of `num_bins` stretches."""
-        steps, values = np.array_split(self.steps, num_bins), np.array_split(self.values, num_bins)
-        return Series(np.array([part.mean() for part in steps]), np.array([part.mean() for part in values]))
+    @property
+    def is_long(self) -> bool:
+        """So many points that their trend is easier to see than they are."""
+        return len(self.steps) >= 3 * NUM_STRETCHES
+
+    def smoothed(self) -> "Series":
+        """The median of each of some stretches; a short series as it is."""
+        if not self.is_long:
+            return self
+        steps, values = np.array_split(self.steps, NUM_STRETCHES), np.array_split(self.values, NUM_STRETCHES)
+        return Series(np.array([np.median(part) for part in steps]), np.array([np.median(part) for part in values]))
 
 
 Metrics = dict[str, Series]

@@ -64,4 +64,4 @@ def _environment() -> "Environment":
     return environment
 
 
-_FILTERS = ("percent", "whole", "rounded", "size", "duration", "moment", "plural")
+_FILTERS = ("percent", "whole", "rounded", "size", "duration", "moment", "plural", "grouped")

@@ -59,10 +59,11 @@ def to_svg(figure: "Figure", name: str, label: str, style: str = "") -> str:
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     root = ET.fromstring(file.getvalue())
-    for child in list(root):
-        # Matplotlib's own style would apply to the whole page.
-        if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}defs"):
-            root.remove(child)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            # Matplotlib's own style would apply to the whole page.
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
     used = {link for element in root.iter() for link in _links(element)}
     for element in root.iter():
         _clean(element, name, used)

@@ -19,7 +19,6 @@ from lightning_fourmin.report.jobs import (
     result_columns,
     shared_settings,
 )
-from lightning_fourmin.report.metrics import Series
 from lightning_fourmin.report.page import PAGE_NAME, write_page
 from lightning_fourmin.report.run_files import Summary
 from lightning_fourmin.report.svg import VARIABLES
@@ -95,17 +94,14 @@ def _outcome(jobs: list[Job]) -> str:
 
 
 def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
-    def overlaid(name: str, title: str, column: str, scale: Scale, mean: bool = False) -> Chart | None:
-        def curve(series: Series) -> Series:
-            return series.averaged() if mean and len(series.steps) >= 150 else series
-
+    def overlaid(name: str, title: str, column: str, scale: Scale) -> Chart | None:
         there = [job for job in jobs if column in job.metrics]
-        lines = [Line(f"job {job.number}", curve(job.metrics[column]), colors[job.number]) for job in there]
+        lines = [Line(f"job {job.number}", job.metrics[column].smoothed(), colors[job.number]) for job in there]
         return line_chart(name, title, lines, scale)
 
     charts = [
         overlaid("top1", "Validation top-1 accuracy", "val/top1", Scale(percent=True)),
-        overlaid("train-loss", "Training loss", "train/loss", Scale(), mean=True),
+        overlaid("train-loss", "Training loss", "train/loss", Scale()),
         overlaid("val-loss", "Validation loss", "val/loss", Scale()),
         overlaid("rate", "Learning rate", "lr", Scale(from_zero=True)),
         overlaid("images", "Images per second", "fourmin/T", Scale(from_zero=True)),

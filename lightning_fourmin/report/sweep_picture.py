@@ -47,8 +47,7 @@ def _curves(axes: "Axes", title: str, column: str, jobs: list[Job], colors: dict
     # Jobs without a colour of their own lie behind.
     for job in sorted(jobs, key=lambda job: colors[job.number] != MUTED):
         if column in job.metrics and len(job.metrics[column].steps):
-            series = job.metrics[column]
-            plot_line(axes, Line("", series.averaged() if len(series.steps) >= 150 else series, colors[job.number]))
+            plot_line(axes, Line("", job.metrics[column].smoothed(), colors[job.number]))
     finish(axes, Scale(percent=column == "val/top1"))
 
 
