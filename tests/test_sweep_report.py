@@ -67,14 +67,14 @@ def test_picture_is_xml_that_stands_alone(sweep: Path) -> None:
     text = (sweep / "sweep.svg").read_text()
     root = ET.fromstring(text)
     texts = [element.text for element in root.iter() if element.tag.endswith("}text")]
-    assert {"0 optim.lr=0", "10 optim.lr=10", "failed", "no record", "99.1 %", "2,346"} <= set(texts)
+    assert {"0 optim.lr=0", "10 optim.lr=10", "failed", "no record", "99.1\u00a0%", "2,346"} <= set(texts)
     assert "prefers-color-scheme: dark" in text
     assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}
 
 
 def test_page_has_all_jobs_side_by_side(sweep: Path) -> None:
     page = Page(write_sweep(sweep))
-    assert page.all("h1")[0].text == "digits, 4 jobs"
+    assert page.all("h1")[0].text == "Sweep of digits"
     assert "They differ in optim.lr. All have trainer.devices=2, name=a|b." in page.text
     rows = [row.text for row in page.all("tr")]
     assert rows[0].startswith("job status optim.lr top-1 top-5 val. loss")
@@ -107,7 +107,7 @@ def test_more_jobs_than_colours(tmp_path: Path) -> None:
         write_run(tmp_path / str(number), job(number, summary=replace(RUN.summary, top1=number / 20)), steps=10)
     page = Page(write_sweep(tmp_path))
     swatches = [element.attributes["style"] for element in page.all("i", "swatch")]
-    assert swatches == ["--c: var(--muted)"] * 3 + [f"--c: var(--series-{number})" for number in range(1, 9)]
+    assert swatches == ["--c: var(--faint)"] * 3 + [f"--c: var(--series-{number})" for number in range(1, 9)]
     assert "beyond eight jobs only the best eight have one" in page.text
 
 

@@ -9,10 +9,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Drawn in colours that nobody would pick; each becomes a CSS variable, so that light and dark share one picture.
-INK, MUTED, RULE, ALARM = "#000101", "#000102", "#000103", "#000104"
+INK, MUTED, FAINT, RULE, ALARM = (f"#00010{number}" for number in range(1, 6))
 SERIES = tuple(f"#0002{number:02x}" for number in range(1, 9))
-VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)", ALARM: "var(--alarm)"} | {
-    color: f"var(--series-{number})" for number, color in enumerate(SERIES, start=1)
+VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SERIES, start=1)} | {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    FAINT: "var(--faint)",
+    RULE: "var(--rule)",
+    ALARM: "var(--alarm)",
 }
 
 SETTINGS = {

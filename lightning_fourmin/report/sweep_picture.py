@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fourmin.report.chart import Line, Scale, finish, plot_line, tick
 from lightning_fourmin.report.jobs import Job, differing_keys
-from lightning_fourmin.report.svg import ALARM, MUTED, SETTINGS, to_svg
+from lightning_fourmin.report.svg import ALARM, FAINT, MUTED, SETTINGS, to_svg
 from lightning_fourmin.report.words import percent, printable, whole
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _curves(axes: "Axes", title: str, column: str, jobs: list[Job], colors: dict
     axes.set_title(title)
     axes.set_xlabel("step")
     # Jobs without a colour of their own lie behind.
-    for job in sorted(jobs, key=lambda job: colors[job.number] != MUTED):
+    for job in sorted(jobs, key=lambda job: colors[job.number] != FAINT):
         if column in job.metrics and len(job.metrics[column].steps):
             plot_line(axes, Line("", job.metrics[column].smoothed(), colors[job.number]))
     finish(axes, Scale(percent=column == "val/top1"))
