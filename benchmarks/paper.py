@@ -56,9 +56,9 @@ class Case:
         rows = AllReduceTable.from_cost_model(topology, "nccl", links).rows
         names = ("ring", "hierarchical") if self.hybrid else ("ring",)
         times = tuple(Row(row.num_bytes, {name: row.milliseconds[name] for name in names}) for row in rows)
-        chosen = AllReduceTable(topology.key, "nccl", "cost model", times)
+        chosen = AllReduceTable(topology.key, "nccl", "cost model", times, chunk_bytes=WHOLE)
         fusion = segments(self.model) if self.fusion else alone(self.model)
-        plan = Plan(fusion, chosen, topology, links, self.wire_itemsize, chunk_bytes=WHOLE)
+        plan = Plan(fusion, chosen, topology, links, self.wire_itemsize)
         return simulate(self.profile, plan)
 
     @property

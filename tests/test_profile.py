@@ -63,6 +63,14 @@ def test_measuring_leaves_module_and_random_state_alone() -> None:
     assert not any(layer._forward_pre_hooks for layer in module)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_profile_measured_on_cuda() -> None:
+    module = Net().cuda()
+    profile = measure_profile(module, torch.randn(4, 6, device="cuda"), optimizer=torch.optim.SGD, repetitions=3)
+    check(profile, module)
+    assert profile.source == "measured on cuda, n=3"
+
+
 def test_flops_by_hand() -> None:
     """6 -> 5 -> 3 with batch 4: 2 * 4 * 6 * 5 and 2 * 4 * 5 * 3 FLOPs; the first layer needs no input gradient."""
     profile = peak_profile(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), torch.empty(4, 6), ONE)
