@@ -4,6 +4,8 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fourmin.callbacks.finite_check import FiniteCheck
+from lightning_fourmin.callbacks.preemption import PreemptionCheckpoint
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.lars import LARS
@@ -12,7 +14,16 @@ from lightning_fourmin.recipe import param_groups
 from lightning_fourmin.strategy import FourMinStrategy
 
 __version__ = version("lightning-fourmin")
-__all__ = ["LARS", "FourMinPrecision", "FourMinStrategy", "ShardDataModule", "TrustRatioMonitor", "param_groups"]
+__all__ = [
+    "LARS",
+    "FiniteCheck",
+    "FourMinPrecision",
+    "FourMinStrategy",
+    "PreemptionCheckpoint",
+    "ShardDataModule",
+    "TrustRatioMonitor",
+    "param_groups",
+]
 
 if "fourmin" not in StrategyRegistry:
     FourMinStrategy.register_strategies(StrategyRegistry)

@@ -163,6 +163,16 @@ class Engine:
         if self._error is not None:
             raise self._error
 
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error and releases whoever waits: an unset future would block backward for ever."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            waiting = list(self._under_way)
+            self._under_way.clear()
+        for bucket in waiting:
+            bucket.complete()
+
     def close(self) -> None:
         """Stops the threads; one that is still blocked in the backend after a bounded wait is left as a daemon."""
         if self._stall_watch is not None:
@@ -223,7 +233,7 @@ class Engine:
                     self._advance(piece, stage, first=stage == self._stages[0])
         except BaseException as error:
             error.add_note(f"in {what}")
-            self._fail(error)
+            self.fail(error)
         self._busy.pop(stage)
 
     def _span(self, stage: str, piece: _Piece) -> AbstractContextManager[object]:
@@ -296,13 +306,3 @@ class Engine:
                 self._under_way.discard(bucket)
             if waited_for:
                 bucket.complete()
-
-    def _fail(self, error: BaseException) -> None:
-        """Keeps the first error and releases whoever waits: an unset future would block backward for ever."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-            waiting = list(self._under_way)
-            self._under_way.clear()
-        for bucket in waiting:
-            bucket.complete()
