@@ -8,8 +8,8 @@ STAMP := .venv/.installed
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
-train: $(STAMP) ## train the small demo model with the strategy plugged into a Trainer
-	$(BIN)/python examples/plug_in.py
+train: $(STAMP) ## train a small net on digits with 2 ranks; a report at the end
+	$(BIN)/fourmin train
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest

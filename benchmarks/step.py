@@ -75,6 +75,12 @@ def judged(ratio: Estimate, goal: float) -> str:
     return f"{ratio} {'>=' if ratio.meets(goal) else 'MISSES'} {goal:g}"
 
 
+def _share_of_wire(limit_ms: float, exposed_ms: float) -> str:
+    if not limit_ms:
+        return "-"
+    return f"{limit_ms:.0f} ({limit_ms / exposed_ms:.0%})" if exposed_ms > 0 else f"{limit_ms:.0f} (all hidden)"
+
+
 def row(setting: Setting, times: dict[str, list[float]]) -> list[str]:
     medians = {name: estimate(values).median for name, values in times.items()}
     fp16_over_ddp = paired_ratio(times["ddp"], times["fourmin_fp16"])
@@ -82,9 +88,7 @@ def row(setting: Setting, times: dict[str, list[float]]) -> list[str]:
     fp32_over_ddp = paired_ratio(times["ddp"], times["fourmin"])
     limits = [wire_limit_ms(setting, width) for width in (4, 2)]
     exposed = [medians[name] - medians["no_comm"] for name in ("fourmin", "fourmin_fp16")]
-    shares = [
-        f"{limit:.0f} ({limit / max(e, 1e-9):.0%})" if limit else "-" for limit, e in zip(limits, exposed, strict=True)
-    ]
+    shares = [_share_of_wire(limit, e) for limit, e in zip(limits, exposed, strict=True)]
     return [
         setting.name.replace(f"_{LOOPBACK}", ""),
         str(len(times["ddp"])),
@@ -112,6 +116,10 @@ HEADER = (
 )
 
 
+def save(command: str, data: dict[str, dict[str, list[float]]]) -> None:
+    write("step", command, data, table(HEADER, [row(s, data[s.name]) for s in SETTINGS if s.name in data]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of settings", choices=[s.name for s in SETTINGS])
@@ -128,8 +136,9 @@ def main() -> None:
             data[setting.name] = measure(setting, arguments.rounds)
         except ClusterUnavailable as error:
             sys.exit(f"no emulated cluster here: {error}")
-        rows = [row(s, data[s.name]) for s in SETTINGS if s.name in data]
-        write("step", command, data, table(HEADER, rows))
+        save(command, data)
+    if not todo:
+        save(command, data)
 
 
 if __name__ == "__main__":

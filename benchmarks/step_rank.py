@@ -6,6 +6,7 @@ import logging
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -61,7 +62,16 @@ class StepTimes(L.Callback):
         self.stamps.append(time.perf_counter())
 
 
-def fit_once(variant: str, net_name: str, num_steps: int, num_warmup: int, nodes: int, ranks_per_node: int) -> float:
+def fit_once(
+    variant: str,
+    net_name: str,
+    num_steps: int,
+    num_warmup: int,
+    nodes: int,
+    ranks_per_node: int,
+    callbacks: Sequence[L.Callback] = (),
+    **trainer_kwargs: Any,
+) -> float:
     """Median milliseconds of a step."""
     make, side, batch_size = NETS[net_name]
     L.seed_everything(1, verbose=False)
@@ -80,8 +90,9 @@ def fit_once(variant: str, net_name: str, num_steps: int, num_warmup: int, nodes
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[times],
+        callbacks=[times, *callbacks],
         plugins=[TorchElasticEnvironment()],
+        **trainer_kwargs,
     )
     trainer.fit(Classifier(make()), DataLoader(data, batch_size))
     steps = [1e3 * (b - a) for a, b in zip(times.stamps, times.stamps[1:], strict=False)]

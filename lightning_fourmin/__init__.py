@@ -6,9 +6,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_fourmin.callbacks.finite_check import FiniteCheck
 from lightning_fourmin.callbacks.preemption import PreemptionCheckpoint
+from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.lars import LARS
+from lightning_fourmin.models.classifier import ImageClassifier
 from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.recipe import param_groups
 from lightning_fourmin.strategy import FourMinStrategy
@@ -19,7 +21,9 @@ __all__ = [
     "FiniteCheck",
     "FourMinPrecision",
     "FourMinStrategy",
+    "ImageClassifier",
     "PreemptionCheckpoint",
+    "ScalingMonitor",
     "ShardDataModule",
     "TrustRatioMonitor",
     "param_groups",

@@ -1,10 +1,14 @@
-"""The recipe of large-batch training around the optimizer: which parameters are decayed and adapted."""
+"""The recipe of large-batch training around the optimizer: which parameters are decayed, and the rate of each step."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from lightning_fourmin.norm_layers import NORM_LAYERS
 
@@ -50,3 +54,171 @@ def param_groups(
         {"name": "biases_and_norms", "params": others, "weight_decay": 0.0, "trust_coefficient": None},
     ]
     return [group for group in groups if group["params"]]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples behind one step of the optimizer."""
+
+    rank_batch: int
+    """Samples of one rank in one backward pass."""
+    world_size: int
+    num_accumulated: int = 1
+    """Backward passes a step."""
+
+    @property
+    def size(self) -> int:
+        return self.rank_batch * self.world_size * self.num_accumulated
+
+    def __str__(self) -> str:
+        accumulated = f" x {self.num_accumulated} accumulated" if self.num_accumulated > 1 else ""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,d} ranks"
+        return f"{self.rank_batch:,d} a rank x {ranks}{accumulated} = {self.size:,d}"
+
+
+@dataclass(frozen=True)
+class RatePlan:
+    """The learning rate of every step of one run."""
+
+    schedule: "Schedule"
+    base_lr: float
+    """The optimizer's."""
+    peak_lr: float
+    batch: GlobalBatch | None
+    """None: unknown."""
+    warmup_steps: int
+    steps_per_epoch: float
+    """Infinite where epochs have no length."""
+    total_steps: int
+
+    def lr(self, step: int) -> float:
+        """The rate of a step, counted from 0: up to the peak, which is the rate of step `warmup_steps`, then down.
+
+        As in MLPerf's reference the decay would be complete one step after the last.
+        """
+        if step < self.warmup_steps:
+            start_lr = self.schedule.warmup_start_lr
+            return start_lr + (self.peak_lr - start_lr) * step / self.warmup_steps
+        share = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps + 1)
+        return self.schedule.decayed(self.peak_lr, min(share, 1.0), step / self.steps_per_epoch)
+
+    def in_words(self) -> list[str]:
+        """The arithmetic of batch, rate and steps, a sentence each."""
+        peak = f"{self.base_lr:g}, as given"
+        if self.batch is not None and self.schedule.base_batch is not None:
+            fraction = f"{self.batch.size:,d} / {self.schedule.base_batch:,d}"
+            peak = f"{self.base_lr:g} x {fraction} = {self.peak_lr:g} (linear scaling rule)"
+        length = f"{self.total_steps:,d} steps"
+        if self.steps_per_epoch < math.inf:
+            num_epochs = self.total_steps / self.steps_per_epoch
+            length = f"{num_epochs:,.4g} epochs x {self.steps_per_epoch:,.0f} steps = {length}"
+        rate = f"{self.peak_lr:g}"
+        if self.warmup_steps:
+            rate = f"{self.schedule.warmup_start_lr:g} to {rate} in {self.warmup_steps:,d} steps"
+        too_short = 0 < self.total_steps <= self.warmup_steps
+        then = "but the run ends before that" if too_short else self.schedule.decay_in_words()
+        batch = [] if self.batch is None else [f"Global batch: {self.batch}."]
+        return [*batch, f"Peak rate: {peak}.", f"Length: {length}.", f"Rate: {rate}, {then}."]
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """What a recipe says about the learning rate; with the length of a run it becomes a `RatePlan`."""
+
+    base_batch: int | None = None
+    """The global batch that the optimizer's rate is meant for: the rate of a run is in proportion to its own (linear
+    scaling rule, Goyal et al. 2017). None: the rate is taken as it is."""
+    warmup_epochs: float = 0.0
+    """Length of the linear rise to the peak."""
+    warmup_steps: int | None = None
+    """The same in steps, instead of `warmup_epochs`."""
+    warmup_start_lr: float = 0.0
+    """The rate of the first step."""
+
+    def __post_init__(self) -> None:
+        if self.base_batch is not None and self.base_batch < 1:
+            raise ValueError(f"base_batch={self.base_batch} must be at least 1, or None to take the rate as it is")
+        for name in ("warmup_epochs", "warmup_steps", "warmup_start_lr"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name}={value} must be at least 0")
+        if self.warmup_epochs and self.warmup_steps is not None:
+            raise ValueError(
+                f"warmup_epochs={self.warmup_epochs} and warmup_steps={self.warmup_steps} both set the length of the "
+                "warm-up: give one of them"
+            )
+
+    @abstractmethod
+    def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
+        """The rate after a share (0 to 1) of the steps behind the warm-up, at an epoch of the run."""
+
+    @abstractmethod
+    def decay_in_words(self) -> str:
+        """What follows the warm-up."""
+
+    def plan(self, lr: float, batch: GlobalBatch | None, steps_per_epoch: float, total_steps: int) -> RatePlan:
+        """The rates of a run; `lr` is the optimizer's, `steps_per_epoch` is infinite if epochs have no length."""
+        peak_lr = lr
+        if self.base_batch is not None:
+            if batch is None:
+                raise ValueError(
+                    f"base_batch={self.base_batch} scales the rate with the global batch, but neither the data module "
+                    "nor the train loader says its batch_size: set base_batch=None and the rate of this batch"
+                )
+            peak_lr = lr * batch.size / self.base_batch
+        num_warmup = self.warmup_steps or 0
+        if self.warmup_epochs:
+            if steps_per_epoch == math.inf:
+                raise ValueError(
+                    f"warmup_epochs={self.warmup_epochs}, but the train loader does not know how long an epoch is: "
+                    "give warmup_steps instead"
+                )
+            num_warmup = round(self.warmup_epochs * steps_per_epoch)
+        return RatePlan(self, lr, peak_lr, batch, num_warmup, steps_per_epoch, total_steps)
+
+
+@dataclass(frozen=True)
+class PolySchedule(Schedule):
+    """Falls as (1 - share)^power to an end rate."""
+
+    end_lr: float = 1e-4
+    power: float = 2.0
+
+    @override
+    def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
+        return self.end_lr + (peak_lr - self.end_lr) * (1 - share) ** self.power
+
+    @override
+    def decay_in_words(self) -> str:
+        return f"then down to {self.end_lr:g} with power {self.power:g}"
+
+
+@dataclass(frozen=True)
+class CosineSchedule(Schedule):
+    """Falls as half a wave of the cosine to an end rate."""
+
+    end_lr: float = 0.0
+
+    @override
+    def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
+        return self.end_lr + (peak_lr - self.end_lr) * (1 + math.cos(math.pi * share)) / 2
+
+    @override
+    def decay_in_words(self) -> str:
+        return f"then down to {self.end_lr:g} along a cosine"
+
+
+@dataclass(frozen=True)
+class StepSchedule(Schedule):
+    """Falls by a factor at given epochs."""
+
+    epochs: tuple[float, ...] = (30, 60, 80)
+    factor: float = 0.1
+
+    @override
+    def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
+        return peak_lr * self.factor ** sum(epoch >= at for at in self.epochs)
+
+    @override
+    def decay_in_words(self) -> str:
+        epochs = ", ".join(f"{epoch:g}" for epoch in self.epochs)
+        return f"then x {self.factor:g} at epochs {epochs}" if epochs else "then constant"

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,22 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
 from lightning_fourmin.checkpoints import AtomicCheckpointIO, CheckpointError
 from lightning_fourmin.comm.algorithms import ALGORITHMS
 from lightning_fourmin.comm.bells import RankGone
-from lightning_fourmin.comm.choice import choose_table
+from lightning_fourmin.comm.choice import choose_cuts, choose_table
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.roll_call import RollCall
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.trace import Trace
+from lightning_fourmin.comm.trace import Trace, now_ns
 from lightning_fourmin.launcher import PatientLauncher
 from lightning_fourmin.precision import FourMinPrecision
 
@@ -51,16 +54,19 @@ class FourMinStrategy(DDPStrategy):
 
     Args:
         algorithm: "hybrid" (the table chooses for each bucket), "ring", "hierarchical" or "torus".
-        group_size: ranks a group of the hierarchical and torus all-reduce; None: the ranks of a node.
-        fusion_mb: fusion threshold in MiB of gradients; None: the default.
+        group_size: ranks a group of the hierarchical and torus all-reduce; None: what the table found best, else the
+            ranks of a node.
+        fusion_mb: fusion threshold in MiB of gradients; None: the cuts that `fourmin tune model=...` found for this
+            module and left beside the table, else the default.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
         table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
             keep it; None: the cached table, else the cost model.
         wire_dtype: "fp32", "fp16" or "bf16"; None: what `FourMinPrecision` computes in, else the gradients' dtype.
         predivide: factor that gradients are divided by before the sum, the rest after; None: chosen so that sums stay
             in range (see `comm.scaling`).
-        stall_warning_s: warn when a phase waits longer.
-        trace: record spans; each rank writes `fourmin_trace/rank<N>.json` below the Trainer's `default_root_dir`.
+        stall_warning_s: when a phase waits longer, every rank that waits says which ranks have not arrived.
+        trace: record spans; rank 0 writes those of all ranks (the last million, at most 50,000 of each) as
+            `fourmin_trace.json` below the Trainer's `default_root_dir`, for Perfetto or chrome://tracing.
         kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
     """
 
@@ -97,6 +103,7 @@ class FourMinStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._algorithm, self._group_size, self._switch_mb, self._table = algorithm, group_size, switch_mb, table
         self._fusion_mb = None if own_caps else fusion_mb or DEFAULT_FUSION_MB
+        self._fusion_given = fusion_mb is not None
         self._wire_dtype = None if wire_dtype is None else WIRE_DTYPES[wire_dtype]
         self._predivide, self._stall_warning_s, self._keep_trace = predivide, stall_warning_s, trace
         self._topology: Topology | None = None
@@ -110,7 +117,7 @@ class FourMinStrategy(DDPStrategy):
 
     @property
     def topology(self) -> Topology:
-        """Who is where, gathered from all ranks on first use: a collective call."""
+        """Who is where, gathered from all ranks on first use: a collective call. A tuned table may use other groups."""
         if self._topology is None:
             nodes = [0] * dist.get_world_size()
             dist.all_gather_object(nodes, self.node_rank)
@@ -149,6 +156,13 @@ class FourMinStrategy(DDPStrategy):
         if self._wire_dtype is None and isinstance(self.precision_plugin, FourMinPrecision):
             return self.precision_plugin.dtype
         return self._wire_dtype
+
+    def measure_communication(self) -> Meter | None:
+        """Starts to measure what communication costs; None where a user's hook runs instead of the engine."""
+        if self._engine is None:
+            return None
+        self._engine.meter = self._engine.meter or Meter(self.root_device)
+        return self._engine.meter
 
     @property
     @override
@@ -213,6 +227,9 @@ class FourMinStrategy(DDPStrategy):
         parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
         assert self._fusion_mb is not None
+        cuts = None if self._fusion_given else choose_cuts(self._table, self.topology, parameters)
+        if cuts is not None:
+            return FusionPlan.from_cuts(parameters, cuts, rebuilt)
         return FusionPlan.build(parameters, self._fusion_mb, rebuilt)
 
     @staticmethod
@@ -232,10 +249,13 @@ class FourMinStrategy(DDPStrategy):
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
             return
         groups, bytes_a_step = ProcessGroups.shared(self._timeout), self._wire_bytes_a_step(self.model)
-        self._trace = Trace(self.global_rank) if self._keep_trace else None
+        if self._keep_trace:
+            self._trace = Trace(self.global_rank, self.world_size)
+            self._trace.align(self.root_device)
+        table = self._choose_table(groups, bytes_a_step)
         self._engine = Engine(
-            self.topology,
-            self._choose_table(groups, bytes_a_step),
+            self.topology if table.group_size is None else self.topology.with_groups_of(table.group_size),
+            table,
             groups,
             self.root_device,
             self.wire_dtype,
@@ -257,7 +277,8 @@ class FourMinStrategy(DDPStrategy):
         return sum(p.numel() * (self.wire_dtype or p.dtype).itemsize for p in gradients)
 
     def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
-        table = choose_table(self._table, self.topology, groups, self.root_device, largest_bytes)
+        any_groups = self._group_size is None
+        table = choose_table(self._table, self.topology, groups, self.root_device, largest_bytes, any_groups)
         if self._algorithm != "hybrid":
             return table.only(self._algorithm)
         return table if self._switch_mb is None else table.with_switch(int(self._switch_mb * MIB))
@@ -280,9 +301,26 @@ class FourMinStrategy(DDPStrategy):
         return loss
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._span("optimizer step"):
-            return super().optimizer_step(*args, **kwargs)
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._span("forward"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self._trace is None:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        start_ns = now_ns()
+
+        def timed() -> Any:
+            # The closure is forward and backward: the optimizer's own work begins after it.
+            nonlocal start_ns
+            result = closure()
+            start_ns = now_ns()
+            return result
+
+        result = super().optimizer_step(optimizer, timed, *args, **kwargs)
+        self._trace.add("main", "optimizer", start_ns)
+        return result
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._trace is None else self._trace.span("main", name)
@@ -315,12 +353,12 @@ class FourMinStrategy(DDPStrategy):
         """
         if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
             return tensor
-        if not isinstance(reduce_op, str):
-            dist.all_reduce(tensor, op=reduce_op, group=group)
-            return tensor
-        name = reduce_op.lower()
+        name = reduce_op.lower() if isinstance(reduce_op, str) else ""
         mean = name in ("mean", "avg")
-        dist.all_reduce(tensor, op=ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()), group=group)
+        op: Any = ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()) if name else reduce_op
+        meter = None if self._engine is None else self._engine.meter
+        with nullcontext() if meter is None else meter.waiting():
+            dist.all_reduce(tensor, op=op, group=group)
         if not mean:
             return tensor
         result = tensor / dist.get_world_size(group)
@@ -356,7 +394,7 @@ class FourMinStrategy(DDPStrategy):
             self._engine.close()
             self._engine = None
         if self._trace is not None and self.lightning_module is not None:
-            self._trace.write(Path(self.lightning_module.trainer.default_root_dir) / "fourmin_trace")
+            self._trace.write_merged(Path(self.lightning_module.trainer.default_root_dir) / "fourmin_trace.json")
             self._trace = None
         self._late_buffers = None
         if self._roll_call is not None:

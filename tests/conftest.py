@@ -1,11 +1,15 @@
 """What every test shares: the warning filters and the pool of ranks."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
+from lightning_fourmin.app import main
 from pool import RankPool
 from ranks import WARNING_EXCEPTIONS, restore_loaders
 
@@ -26,6 +30,27 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def loaders_as_torch_made_them() -> Iterator[None]:
     yield
     restore_loaders()
+
+
+@pytest.fixture
+def fourmin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command in an empty folder; gives exit code, output and errors, those of its ranks included."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", ["fourmin", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

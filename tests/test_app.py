@@ -1,37 +1,17 @@
 """The command line: verbs as users type them, errors as one sentence and exit code 1."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import hydra
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-from lightning_fourmin.app import main
 from lightning_fourmin.app.verb import CONF
 from lightning_fourmin.data.datamodule import ShardDataModule
+from runs import write_run
 from shards import jpeg
 
 Fourmin = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def fourmin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fourmin:
-    """Runs the command in an empty folder; gives exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", ["fourmin", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_pack_and_verify(fourmin: Fourmin, tmp_path: Path) -> None:
@@ -66,7 +46,20 @@ def test_pack_and_verify(fourmin: Fourmin, tmp_path: Path) -> None:
             ["pack", "src=.", "out=x", "seed=many"],
             "fourmin pack: seed: Value 'many' of type 'str' could not be converted",
         ),
-        (["pack", "shards=3"], "Could not override 'shards'."),
+        (
+            ["pack", "shards=3"],
+            "fourmin pack: there is no key shards (a new one is added with a +); `fourmin pack --help`",
+        ),
+        (
+            ["pack", "shard_cout=3"],
+            "fourmin pack: there is no key shard_cout: did you mean shard_count?; `fourmin pack",
+        ),
+        (["pack", "src"], "fourmin pack: 'src' is not understood: arguments are key=value, and values with special"),
+        (["report"], "fourmin report: run: not given; `fourmin report --help` lists the keys\n"),
+        (
+            ["report", "run=nowhere"],
+            "fourmin report: nowhere/run.json does not exist: name a folder that `fourmin train` made, of a run or of",
+        ),
     ],
 )
 def test_errors_are_one_sentence(fourmin: Fourmin, arguments: list[str], message: str) -> None:
@@ -74,6 +67,18 @@ def test_errors_are_one_sentence(fourmin: Fourmin, arguments: list[str], message
     assert code == 1
     assert errors.startswith(message)
     assert "Traceback" not in errors
+
+
+def test_report(fourmin: Fourmin, tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    assert fourmin("report", "run=one") == (0, "one/report.html\n", "")
+    for job in ("0", "1"):
+        write_run(tmp_path / "many" / job)
+    (tmp_path / "many" / "1" / "metrics.csv").write_text("step,lr\n0,fast\n")
+    assert fourmin("report", "run=many") == (0, "many/report.html\n", "")
+    assert (tmp_path / "many" / "0" / "report.html").is_file()
+    assert "line 2: column lr holds no number" in (tmp_path / "many" / "report.html").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
 
 
 def test_help(fourmin: Fourmin) -> None:
@@ -86,7 +91,7 @@ def test_help(fourmin: Fourmin) -> None:
     assert "decode: false" in output
     code, _, errors = fourmin("fly")
     assert code == 2
-    assert "invalid choice: 'fly' (choose from 'pack', 'verify')" in errors
+    assert "invalid choice: 'fly' (choose from 'train', 'pack', 'verify', " in errors
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "data").glob("*.yaml")))

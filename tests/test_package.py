@@ -19,6 +19,19 @@ assert "fourmin" in StrategyRegistry.available_strategies()
 trainer = Trainer(strategy="fourmin", accelerator="cpu", devices=1, barebones=True)
 assert isinstance(trainer.strategy, lightning_fourmin.FourMinStrategy), trainer.strategy
 print("imported from", lightning_fourmin.__file__)
+
+# Other people's Hydra apps find the tree.
+from hydra import compose, initialize_config_dir
+import os
+with initialize_config_dir(os.getcwd(), version_base="1.3"):
+    config = compose("app", ["optim=sgd"])
+assert config.optim._target_ == "torch.optim.SGD", config
+assert config.strategy._target_ == "lightning_fourmin.FourMinStrategy", config
+"""
+
+APP = """
+defaults: [{strategy: fourmin}, {optim: lars}]
+hydra: {searchpath: ["pkg://lightning_fourmin.conf"]}
 """
 
 
@@ -50,6 +63,8 @@ def test_wheel_holds_the_package_and_its_configs_only(wheel: Path) -> None:
         names = archive.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_fourmin"}
     assert "lightning_fourmin/conf/strategy/fourmin.yaml" in names
+    # It stands for the tree where that is beside the package.
+    assert "lightning_fourmin/conf.py" not in names
 
 
 def test_wheel_registers_the_strategy_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
@@ -57,5 +72,6 @@ def test_wheel_registers_the_strategy_from_an_empty_directory(wheel: Path, tmp_p
     elsewhere.mkdir()
     python("-m", "pip", "install", "--no-index", "--no-deps", "--target", site, wheel)
     assert (site / "lightning_fourmin/conf/strategy/fourmin.yaml").is_file()
+    (elsewhere / "app.yaml").write_text(APP)
     output = python("-c", USE_PACKAGE, cwd=elsewhere, PYTHONPATH=str(site))
     assert f"imported from {site / 'lightning_fourmin' / '__init__.py'}" in output

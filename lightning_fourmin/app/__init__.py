@@ -7,8 +7,11 @@ import sys
 from lightning_fourmin import __version__
 
 VERBS = {
+    "train": "trains; with no argument a small net on digits, with 2 ranks and a report at the end",
     "pack": "image folder -> tar shards with an index",
     "verify": "checks every byte of tar shards, or makes the index of shards that have none",
+    "plan": "predicts step time, best fusion and algorithm, and scaling to thousands of ranks",
+    "report": "the HTML page of a run, or of a sweep and its jobs",
 }
 """What each verb does; its `main` is in the module of its name."""
 

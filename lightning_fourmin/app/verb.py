@@ -1,25 +1,34 @@
 """Runs a verb: its config from the Hydra tree, its options checked, errors of its user as one sentence."""
 
+import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from lightning_fourmin.app.mistakes import explain
 from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.predict.errors import PlanError
+from lightning_fourmin.report.run_files import RunError
 
-PACKAGE = Path(__file__).parents[1]
-# In the wheel the tree is inside the package; in an editable install it is beside it.
-CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir())
+CONF = Path(str(import_module("lightning_fourmin.conf").__file__)).parent
 
 _Options = TypeVar("_Options")
 
 
 def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> None:
     """Calls `work` with options of a dataclass made from conf/<verb>.yaml and the command line."""
+    run_hydra(verb, with_options(verb, kind, work))
+
+
+def with_options(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> Callable[[DictConfig], None]:
+    """A task that checks the config against a dataclass and ends with a sentence for what its user got wrong."""
 
     def task(config: DictConfig) -> None:
         try:
@@ -28,15 +37,31 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
             work(options)
         except MissingMandatoryValue:
             missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
-            _give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
+            give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
         except OmegaConfBaseException as error:
-            _give_up(verb, f"{error.full_key}: {error.msg}")
-        except ShardError as error:
-            _give_up(verb, str(error))
+            give_up(verb, f"{error.full_key}: {error.msg}")
+        except (PlanError, RunError, ShardError) as error:
+            give_up(verb, str(error))
 
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(task)()
+    return task
 
 
-def _give_up(verb: str, why: str) -> NoReturn:
+def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:
+    """Calls `task` with the config of a verb; mistakes in the command line end with a sentence that knows better."""
+    wants_traceback = "HYDRA_FULL_ERROR" in os.environ
+    # Hydra prints errors in its own way, unless they are asked for in full.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(task)()
+    except HydraException as error:
+        if wants_traceback:
+            raise
+        give_up(verb, explain(error, verb, CONF, sys.argv[1:]))
+    finally:
+        if not wants_traceback:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+def give_up(verb: str, why: str) -> NoReturn:
     print(f"fourmin {verb}: {why}", file=sys.stderr)
     sys.exit(1)

@@ -64,6 +64,15 @@ def usable_algorithms(topology: Topology) -> tuple[str, ...]:
     return ALGORITHMS if topology.equal_groups else ("ring", "hierarchical")
 
 
+def phase_ranks(algorithm: str, stage: str, topology: Topology, rank: int) -> tuple[int, ...]:
+    """The ranks that `rank` meets in a phase."""
+    if algorithm == "ring":
+        return tuple(range(topology.world_size))
+    if stage in ("reduce", "broadcast"):
+        return topology.group_of(rank)
+    return topology.leaders if algorithm == "hierarchical" else topology.column_of(rank)
+
+
 def build_route(
     algorithm: str,
     topology: Topology,

@@ -60,6 +60,10 @@ class Bells:
         except BrokenPipeError:
             raise self._gone(place) from None
 
+    def ring_others(self, number: int) -> None:
+        for place in self._members.others:
+            self.ring(place, number)
+
     def from_each(self, places: Sequence[int], number: int) -> list[tuple[int, Bell]]:
         """The bells to wait for, each with its rank."""
         return [(self._members.ranks[place], Bell(self, place, number)) for place in places]

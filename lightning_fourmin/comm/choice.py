@@ -1,33 +1,40 @@
-"""Which table a run uses: the file that was asked for, the cached one, one measured now, or the cost model's."""
+"""Which table and cuts a run uses: the file that was asked for, the cached one, one measured now, or none.
 
+Without a table the cost model makes one; without cuts the fusion threshold does.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.merge import cuts_path, read_cuts
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table
 
 AUTO_BUDGET_S = 5.0
+T = TypeVar("T")
 
 
 def choose_table(
-    asked: str | Path | None, topology: Topology, groups: ProcessGroups, device: torch.device, largest_bytes: int
+    asked: str | Path | None,
+    topology: Topology,
+    groups: ProcessGroups,
+    device: torch.device,
+    largest_bytes: int,
+    any_groups: bool = False,
 ) -> AllReduceTable:
-    """Rank 0 reads or computes the table; all ranks get that one, or its error."""
-    found: list[AllReduceTable | ValueError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [_find(asked, topology)]
-        except ValueError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    table = found[0]
-    if isinstance(table, ValueError):
-        raise table
+    """Rank 0 reads or computes the table; all ranks get that one, or its error.
+
+    `any_groups`: a table may bring groups that its tuner found better than those of the topology.
+    """
+    table = _from_rank_0(lambda: _find(asked, topology, any_groups))
     if table is None:
         rank_zero_info(f"fourmin: measuring the all-reduce for {AUTO_BUDGET_S:g} s (table='auto', kept for later runs)")
         table = measure_table(topology, groups, device, largest_bytes, AUTO_BUDGET_S)
@@ -36,12 +43,35 @@ def choose_table(
     return table
 
 
-def _find(asked: str | Path | None, topology: Topology) -> AllReduceTable | None:
+def choose_cuts(
+    asked: str | Path | None, topology: Topology, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> tuple[int, ...] | None:
+    """Bytes of each bucket that `fourmin tune` found for a module, beside the table; None if it was never asked."""
+    return _from_rank_0(lambda: read_cuts(cuts_path(_path(asked, topology), parameters)))
+
+
+def _from_rank_0(read: Callable[[], T]) -> T:
+    """What rank 0 reads, on all ranks, or its error."""
+    found: list[T | ValueError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [read()]
+        except ValueError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], ValueError):
+        raise found[0]
+    return cast(T, found[0])
+
+
+def _path(asked: str | Path | None, topology: Topology) -> Path:
+    """Where the table of a run is, if it is in a file."""
+    return Path(asked) if asked not in (None, "auto") else cached_table_path(topology, dist.get_backend())
+
+
+def _find(asked: str | Path | None, topology: Topology, any_groups: bool) -> AllReduceTable | None:
     """The table that the user asked for; None if it has to be measured."""
-    backend = dist.get_backend()
-    cached = cached_table_path(topology, backend)
-    if asked not in (None, "auto"):
-        return AllReduceTable.from_csv(Path(asked), topology, backend)
-    if cached.exists():
-        return AllReduceTable.from_csv(cached, topology, backend)
+    backend, path = dist.get_backend(), _path(asked, topology)
+    if asked not in (None, "auto") or path.exists():
+        return AllReduceTable.from_csv(path, topology, backend, any_groups)
     return None if asked == "auto" else AllReduceTable.from_cost_model(topology, backend)

@@ -177,8 +177,7 @@ class SharedCollectives(MessageCollectives):
             return super().broadcast(payload, members)
         if members.index != 0:
             return Transfer(self._outward.from_each([0], payload.tag))
-        for other in members.others:
-            self._outward.ring(other, payload.tag)
+        self._outward.ring_others(payload.tag)
         return Transfer([])
 
     @override
@@ -188,8 +187,7 @@ class SharedCollectives(MessageCollectives):
         size, me = len(members.ranks), members.index
         mine = payload.live = slot.sums.tensor_split(size)[me]
         terms = [gradients.tensor_split(size)[me] for gradients in slot.gradients]
-        for other in members.others:
-            self._inward.ring(other, payload.tag)
+        self._inward.ring_others(payload.tag)
         awaited = self._inward.from_each(members.others, payload.tag)
         return Transfer(awaited, lambda: self._scratch.add_up(terms, scale, out=mine))
 
@@ -197,8 +195,7 @@ class SharedCollectives(MessageCollectives):
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         if payload.slot is None:
             return super().all_gather(payload, members)
-        for other in members.others:
-            self._outward.ring(other, payload.tag)
+        self._outward.ring_others(payload.tag)
         return Transfer(self._outward.from_each(members.others, payload.tag))
 
 

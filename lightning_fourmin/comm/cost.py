@@ -23,6 +23,8 @@ class Links:
     """What the backend's own ring uses inside a node: sockets on gloo."""
     between: Link
     reduce_s_per_byte: float
+    num_nics: int = 1
+    """Links a node has to the others; a ring and ranks that send at the same time spread over them."""
 
 
 # Stated, not measured: shared memory, loopback and 1 Gbit/s Ethernet for gloo, PCIe and 100 Gbit/s RDMA for NCCL.
@@ -32,21 +34,61 @@ DEFAULT_LINKS = {
 }
 
 
+@dataclass(frozen=True)
+class PhaseCost:
+    """A phase of an all-reduce, named as its stage in the engine; `scatter` is all that happens between groups."""
+
+    stage: str
+    latency_s: float
+    transfer_s: float
+    """Bytes and sums."""
+
+    @property
+    def total_s(self) -> float:
+        return self.latency_s + self.transfer_s
+
+
 def all_reduce_s(algorithm: str, num_bytes: int, topology: Topology, links: Links) -> float:
-    """Seconds that one all-reduce of `num_bytes` takes by itself (Jia et al. 4.3, Thakur et al. for the ring)."""
+    """Seconds that one all-reduce of `num_bytes` takes by itself."""
+    return sum(phase.total_s for phase in phase_costs(algorithm, num_bytes, topology, links))
+
+
+def phase_costs(algorithm: str, num_bytes: int, topology: Topology, links: Links) -> tuple[PhaseCost, ...]:
+    """Phases one after the other (Jia et al. 4.3, Thakur et al. for ring and halving-doubling)."""
     n, p, k, q = num_bytes, topology.world_size, topology.largest_group, len(topology.groups)
-    inside, between, g = links.inside, links.between, links.reduce_s_per_byte
-    if algorithm == "ring":
-        link = between if topology.num_nodes > 1 else links.inside_backend
-        return 2 * (p - 1) * link.latency_s + 2 * (p - 1) / p * n * link.s_per_byte + (p - 1) / p * n * g
-    across_bytes_s = 2 * (q - 1) / q * n * between.s_per_byte
+    g, num_nodes = links.reduce_s_per_byte, topology.num_nodes
+    wire, num_nics = (links.between, links.num_nics) if num_nodes > 1 else (links.inside_backend, 1)
+    if algorithm in ("ring", "halving_doubling", "parameter_server"):
+        steps, copies, sums = _flat(algorithm, p)
+        byte_s = copies * wire.s_per_byte / num_nics + sums * g
+        return (PhaseCost("scatter", steps * wire.latency_s, n * byte_s),)
     if algorithm == "hierarchical":
-        inside_s = 4 * (k - 1) * inside.latency_s + 4 * (k - 1) / k * n * inside.s_per_byte
-        sums_s = ((k - 1) / k + (q - 1) / q) * n * g
-        return inside_s + 2 * (q - 1) * between.latency_s + across_bytes_s + sums_s
-    if algorithm == "torus":
-        inside_s = 2 * (k - 1) * inside.latency_s + 2 * (k - 1) / k * n * inside.s_per_byte
-        # k messages of n/k bytes leave a node at once and share its link: as many bytes, k times the messages.
-        # The sums are shared too: a rank adds up 1/k of the data between groups.
-        return inside_s + k * 2 * (q - 1) * between.latency_s + across_bytes_s + (p - 1) / p * n * g
-    raise ValueError(f"no cost model for algorithm {algorithm!r}")
+        rounds, senders_a_node, share = 2 * (k - 1), q / num_nodes, 1.0
+    elif algorithm == "torus":
+        rounds, senders_a_node, share = k - 1, p / num_nodes, 1 / k
+    else:
+        raise ValueError(f"no cost model for algorithm {algorithm!r}")
+    # A group that reaches over several nodes is as slow as the link between them.
+    inside = links.between if topology.groups_span_nodes else links.inside
+    one_way = rounds * inside.latency_s, rounds / k * n * inside.s_per_byte
+    # Ranks of a node that send at once share its links: their messages queue.
+    queue = max(1.0, senders_a_node / num_nics) if num_nodes > 1 else 1.0
+    across_s = 2 * (q - 1) / q * n * share * queue * wire.s_per_byte
+    return (
+        PhaseCost("reduce", one_way[0], one_way[1] + (k - 1) / k * n * g),
+        PhaseCost("scatter", queue * 2 * (q - 1) * wire.latency_s, across_s + (q - 1) / q * n * share * g),
+        PhaseCost("broadcast", *one_way),
+    )
+
+
+def _flat(algorithm: str, p: int) -> tuple[float, float, float]:
+    """Steps, and how often each byte is sent and summed, of an algorithm that knows no groups."""
+    if algorithm == "ring":
+        return 2 * (p - 1), 2 * (p - 1) / p, (p - 1) / p
+    if algorithm == "parameter_server":  # one server: all gradients go in, all sums come out
+        return 2, 2 * (p - 1), p - 1
+    doublings = p.bit_length() - 1
+    size = 1 << doublings
+    # Ranks beyond a power of two hand their gradients to another first, and get the sums last.
+    extra = int(p > size)
+    return 2 * doublings + 2 * extra, 2 * (size - 1) / size + 2 * extra, (size - 1) / size + extra

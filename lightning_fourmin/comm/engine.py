@@ -16,70 +16,34 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_fourmin.comm.algorithms import STAGES, Route, build_route
+from lightning_fourmin.comm.algorithms import STAGES, Route, build_route, phase_ranks
 from lightning_fourmin.comm.collectives import (
     BackendCollectives,
     Collectives,
     MessageCollectives,
     Scratch,
     SharedCollectives,
-    Transfer,
 )
 from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.scaling import scales
-from lightning_fourmin.comm.shared import SharedArena, Slot
-from lightning_fourmin.comm.stall import StallWatch, Wait
+from lightning_fourmin.comm.shared import SharedArena
+from lightning_fourmin.comm.stall import StallWatch, Wait, listed
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.trace import Trace
+from lightning_fourmin.comm.trace import Trace, now_ns
+from lightning_fourmin.comm.under_way import BucketUnderWay, Piece
 
 CHUNK_BYTES = 1024 * 1024
-"""A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring)."""
+"""A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring); the table may
+know a better size."""
 WHOLE_BYTES = 32 * 1024
 """A stretch of up to this size crosses between nodes in one exchange instead of two."""
 JOIN_S = 5.0
-
-
-class _Bucket:
-    """A bucket under way: what DDP waits for, and how many pieces are still missing."""
-
-    def __init__(self, gradients: Tensor, index: int, route: Route, num_pieces: int) -> None:
-        self.gradients, self.index, self.route, self.missing = gradients, index, route, num_pieces
-        self.slot: Slot | None = None
-        self.done = threading.Event()
-        device = gradients.device
-        self.future: Future[Tensor]
-        if device.type == "cuda":
-            self.ready = torch.cuda.current_stream(device).record_event()
-            self.future = Future(devices=[device])
-        else:
-            self.future = Future()
-
-    @property
-    def result_is_shared(self) -> bool:
-        """DDP copies the result out of whatever tensor it gets: sums that need no more work can stay where they are."""
-        return self.slot is not None and self.slot.sums.dtype is self.gradients.dtype and self.route.after == 1.0
-
-    def complete(self) -> None:
-        result = self.gradients
-        if self.slot is not None and self.result_is_shared:
-            # DDP counts its offsets from the start of the result's storage, so the stretch needs a storage of its own.
-            result = torch.from_dlpack(self.slot.sums)
-        self.done.set()
-        self.future.set_result(result)
-
-
-class _Piece:
-    """A stretch of a bucket on its way through the stages."""
-
-    def __init__(self, bucket: _Bucket, gradients: Tensor, slot: Slot | None, tag: int) -> None:
-        self.bucket, self.gradients, self.slot, self.tag = bucket, gradients, slot, tag
-        self.live = self.wire = gradients
-        self.splits: list[list[Tensor]] = []
-        self.pending: Transfer | None = None
 
 
 class Engine:
@@ -99,7 +63,10 @@ class Engine:
     ) -> None:
         """`shared_bytes`: what a step puts on the wire; shared memory of that size serves the ranks of a node."""
         self.topology, self.table, self.wire_dtype = topology, table, wire_dtype
+        self.meter: Meter | None = None
+        """Set it to measure; it may be set at any time between steps."""
         self._groups, self._device, self._predivide = groups, device, predivide
+        self._chunk_bytes = table.chunk_bytes or CHUNK_BYTES
         self._scratch = Scratch()
         self._arena = self._open_arena(shared_bytes)
         self._inside: Collectives = BackendCollectives()
@@ -114,15 +81,15 @@ class Engine:
         routes = self._routes_for(wire_dtype or torch.float32)
         self._stages = [s for s in STAGES if any(s in route.phases for route in routes.values())]
         later = [*self._stages[1:], "finish"]
-        self._queues: list[SimpleQueue[_Piece | None]] = [SimpleQueue() for _ in later]
+        self._queues: list[SimpleQueue[Piece | None]] = [SimpleQueue() for _ in later]
         self._first_stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         self._lock = threading.Lock()
-        self._under_way: set[_Bucket] = set()
+        self._under_way: set[BucketUnderWay] = set()
         self._error: BaseException | None = None
         self._num_pieces = 0
         self._trace = trace
-        self._busy: dict[str, tuple[float, str, _Piece]] = {}
-        self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits)
+        self._busy: dict[str, tuple[float, Piece]] = {}
+        self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits, groups.number)
         self._threads = [
             threading.Thread(target=self._run_stage, args=(stage, i), name=f"fourmin-{stage}", daemon=True)
             for i, stage in enumerate(later)
@@ -135,27 +102,35 @@ class Engine:
 
         The mean stands in `gradients` or in shared memory; there it holds until the step after the next one begins.
         """
+        start_ns = now_ns()
         wire_dtype = self.wire_dtype or gradients.dtype
         num_bytes = gradients.numel() * wire_dtype.itemsize
         route = self._routes_for(wire_dtype)[self.table.choose(num_bytes)]
-        num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // CHUNK_BYTES))
-        bucket = _Bucket(gradients, index, route, num_pieces)
+        num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // self._chunk_bytes))
+        bucket = BucketUnderWay(gradients, index, route, num_pieces)
         with self._lock:
             if self._error is not None or not num_bytes or self.topology.world_size == 1:
                 bucket.complete()
                 return bucket.future
             self._under_way.add(bucket)
+        if self.meter is not None:
+            bucket.times = self.meter.hand_over(index, num_bytes)
         if self._arena is not None and "reduce" in route.phases:
             bucket.slot = self._arena.place(gradients.numel(), wire_dtype, bucket.done.wait, new_step=index == 0)
         start = 0
         for stretch in gradients.tensor_split(num_pieces):
             slot = None if bucket.slot is None else bucket.slot.narrow(start, stretch.numel())
-            piece = _Piece(bucket, stretch, slot, tag=self._num_pieces)
+            piece = Piece(bucket, stretch, slot, tag=self._num_pieces)
             with self._on(self._first_stream), torch.no_grad():
                 self._pass(piece, self._stages[0])
             self._queues[0].put(piece)
             start += stretch.numel()
             self._num_pieces += 1
+        if self._trace is not None:
+            details = {"algorithm": route.algorithm, "bytes": num_bytes, "pieces": num_pieces}
+            self._trace.add("main", f"bucket {index}", start_ns, details)
+        if self.meter is not None and bucket.times is not None:
+            bucket.times.handed_on = self.meter.stamp()
         return bucket.future
 
     def raise_error(self) -> None:
@@ -195,7 +170,7 @@ class Engine:
         if members is None or len({self.topology.node_of[rank] for rank in members.ranks}) > 1:
             return None
         # Twice what a step needs: DDP still copies results of a step out of its half while the next one begins.
-        return SharedArena.open(members, 2 * shared_bytes + CHUNK_BYTES, self._groups.timeout.total_seconds())
+        return SharedArena.open(members, 2 * shared_bytes + self._chunk_bytes, self._groups.timeout.total_seconds())
 
     def _routes_for(self, wire_dtype: torch.dtype) -> Mapping[str, Route]:
         if wire_dtype not in self._routes:
@@ -214,7 +189,12 @@ class Engine:
             stream = torch.cuda.Stream(self._device)
         with self._on(stream), torch.no_grad():
             while (piece := self._queues[position].get()) is not None:
+                start_ns = now_ns()
+                if self._trace is not None:
+                    self._trace.add(f"piece {piece.tag}", "queue", piece.queued_ns)
                 self._pass(piece, stage)
+                if self._trace is not None:
+                    self._trace.add(stage, f"bucket {piece.bucket.index}", start_ns, {"piece": piece.tag})
                 if stage != "finish":
                     self._queues[position + 1].put(piece)
             if stage != "finish":
@@ -223,42 +203,62 @@ class Engine:
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
-    def _pass(self, piece: _Piece, stage: str) -> None:
+    def _pass(self, piece: Piece, stage: str) -> None:
         """Takes a piece through one stage; an error ends the engine's work."""
-        what = f"bucket {piece.bucket.index}, phase {stage} of the {piece.bucket.route.algorithm} all-reduce"
-        self._busy[stage] = (time.monotonic(), what, piece)
+        piece.phase = stage
+        self._busy[stage] = (time.monotonic(), piece)
         try:
             if self._error is None:
-                with self._span(stage, piece):
-                    self._advance(piece, stage, first=stage == self._stages[0])
+                self._advance(piece, stage, first=stage == self._stages[0])
         except BaseException as error:
-            error.add_note(f"in {what}")
+            self._explain(error, *self._busy[stage])
             self.fail(error)
         self._busy.pop(stage)
+        piece.queued_ns = now_ns()
 
-    def _span(self, stage: str, piece: _Piece) -> AbstractContextManager[object]:
-        if self._trace is None:
-            return nullcontext()
-        details = {"algorithm": piece.bucket.route.algorithm, "numel": piece.gradients.numel(), "piece": piece.tag}
-        return self._trace.span(stage, f"bucket {piece.bucket.index}", **details)
+    def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
+        wait = self._wait_of(since_s, piece)
+        error.add_note(f"in {wait.what}")
+        if self._stall_watch is not None and (who := self._stall_watch.explain(wait)) is not None:
+            error.add_note(who)
 
     def _waits(self) -> list[Wait]:
-        return [
-            Wait(since_s, what, None if piece.pending is None else piece.pending.missing_rank)
-            for since_s, what, piece in list(self._busy.values())
-        ]
+        return [self._wait_of(*busy) for busy in list(self._busy.values())]
 
-    def _advance(self, piece: _Piece, stage: str, first: bool) -> None:
+    def _wait_of(self, since_s: float, piece: Piece) -> Wait:
+        algorithm = piece.bucket.route.algorithm
+        what = f"bucket {piece.bucket.index}, phase {piece.phase} of the {algorithm} all-reduce"
+        if piece.phase != "finish":
+            ranks = phase_ranks(algorithm, piece.phase, self.topology, dist.get_rank())
+            what += f" among {listed(ranks)}"
+        return Wait(since_s, what, None if piece.pending is None else piece.pending.missing_rank)
+
+    def _advance(self, piece: Piece, stage: str, first: bool) -> None:
+        start_ns = now_ns()
         if first:
             self._prepare(piece)
+            if self._trace is not None:
+                self._trace.add("main", "copy", start_ns)
         if stage == "finish":
+            self._end_phase(piece, stage)
             self._finish(piece)
         elif stage in piece.bucket.route.phases:
-            if piece.pending is not None:
-                piece.pending.wait()
+            self._end_phase(piece, stage)
+            piece.pending_phase, piece.pending_ns = stage, now_ns()
             piece.pending = piece.bucket.route.phases[stage](piece)
 
-    def _prepare(self, piece: _Piece) -> None:
+    def _end_phase(self, piece: Piece, stage: str) -> None:
+        """Waits for what the last phase of the piece has started."""
+        if piece.pending is None:
+            return
+        piece.phase = piece.pending_phase
+        piece.pending.wait()
+        if self._trace is not None:
+            self._trace.add(f"piece {piece.tag}", piece.phase, piece.pending_ns)
+        self._busy[stage] = (time.monotonic(), piece)
+        piece.phase = stage
+
+    def _prepare(self, piece: Piece) -> None:
         """Scales the gradients and brings them into the wire's form."""
         before, dtype = piece.bucket.route.before, self.wire_dtype or piece.gradients.dtype
         padding = 0
@@ -284,10 +284,8 @@ class Engine:
             torch.mul(piece.gradients, before, out=wire[:numel])
         piece.live = piece.wire = wire
 
-    def _finish(self, piece: _Piece) -> None:
-        if piece.pending is not None:
-            piece.pending.wait()
-        bucket, numel = piece.bucket, piece.gradients.numel()
+    def _finish(self, piece: Piece) -> None:
+        bucket, numel, start_ns = piece.bucket, piece.gradients.numel(), now_ns()
         if piece.slot is not None:
             if not bucket.result_is_shared:
                 piece.gradients.copy_(piece.slot.sums)
@@ -299,10 +297,14 @@ class Engine:
                 piece.wire.record_stream(torch.cuda.current_stream(self._device))
         if bucket.route.after != 1.0:
             piece.gradients.mul_(bucket.route.after)
+        if self._trace is not None:
+            self._trace.add("finish", "copy", start_ns)
         bucket.missing -= 1
         if bucket.missing == 0:
             with self._lock:
                 waited_for = bucket in self._under_way
                 self._under_way.discard(bucket)
+            if self.meter is not None and bucket.times is not None:
+                bucket.times.done = self.meter.stamp()
             if waited_for:
                 bucket.complete()

@@ -6,6 +6,7 @@ bucket           [ pooled until it passes the threshold ]  [ above it: alone ]  
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ class FusionPlan:
     buckets: tuple[Bucket, ...]
     caps_mb: tuple[float, ...]
     """`bucket_cap_mb_list` for DistributedDataParallel."""
-    threshold_bytes: int
+    threshold_bytes: int | None
+    """None: cut where measured times of backward say."""
 
     @classmethod
     def build(
@@ -44,17 +46,37 @@ class FusionPlan:
         dtype with the most bytes, and the plan tells what the others get.
         """
         threshold_bytes = int(threshold_mb * MIB)
-        main = _dtype_with_most_bytes(parameters)
-        sizes = [_num_bytes(p) for _, p in reversed(parameters) if p.dtype is main]
-        caps = _cut(sizes, threshold_bytes)
-        if not rebuilt:
-            caps.reverse()
+        return cls._with_caps(parameters, _cut(_ready_sizes(parameters), threshold_bytes), rebuilt, threshold_bytes)
+
+    @classmethod
+    def from_cuts(
+        cls, parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: Sequence[int], rebuilt: bool = True
+    ) -> "FusionPlan":
+        """Plans buckets of just these bytes, in ready order, for the dtype with the most bytes."""
+        ends = set(accumulate(_ready_sizes(parameters)))
+        if not set(accumulate(bucket_bytes)) <= ends or sum(bucket_bytes) != max(ends):
+            raise ValueError(
+                f"buckets of {', '.join(map(str, bucket_bytes))} bytes do not end where gradients of this module end: "
+                "they were made for another one"
+            )
+        return cls._with_caps(parameters, list(bucket_bytes), rebuilt, None)
+
+    @classmethod
+    def _with_caps(
+        cls,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        caps: list[int],
+        rebuilt: bool,
+        threshold_bytes: int | None,
+    ) -> "FusionPlan":
+        """`caps`: bytes of the buckets in ready order."""
         # DDP closes a bucket when it reaches its cap, so a cap of 0 (only empty tensors) would never be a limit.
-        limits = [max(cap, 1) for cap in caps]
+        limits = [max(cap, 1) for cap in (caps if rebuilt else reversed(caps))]
         return cls(_ddp_buckets(parameters, limits, rebuilt), tuple(limit / MIB for limit in limits), threshold_bytes)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.buckets)} buckets, fusion threshold {self.threshold_bytes / MIB:g} MiB"]
+        how = "measured cuts" if self.threshold_bytes is None else f"threshold {self.threshold_bytes / MIB:g} MiB"
+        lines = [f"{len(self.buckets)} buckets, fusion {how}"]
         for index, bucket in enumerate(self.buckets):
             first, last = bucket.names[0], bucket.names[-1]
             names = first if first == last else f"{first} .. {last}"
@@ -67,6 +89,12 @@ class FusionPlan:
 
 def _num_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
+
+
+def _ready_sizes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    """Bytes of the gradients that caps are made for, in ready order."""
+    main = _dtype_with_most_bytes(parameters)
+    return [_num_bytes(parameter) for _, parameter in reversed(parameters) if parameter.dtype is main]
 
 
 def _dtype_with_most_bytes(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:

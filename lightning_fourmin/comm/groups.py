@@ -19,9 +19,10 @@ class ProcessGroups:
 
     _cached: "ProcessGroups | None" = None
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, number: int = 0) -> None:
+        """`number`: how many others there were on this default group, the same on all ranks."""
         self._world = dist.group.WORLD
-        self.timeout = timeout
+        self.timeout, self.number = timeout, number
         self._groups: dict[Key, dist.ProcessGroup] = {}
         self.clean = True
         """False once an engine stopped with messages under way: they could reach the next user of the groups."""
@@ -36,7 +37,8 @@ class ProcessGroups:
         states: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(states, reusable)
         if cached is None or not all(states):
-            cached = cls._cached = cls(timeout)
+            same_world = cached is not None and cached._world is dist.group.WORLD
+            cached = cls._cached = cls(timeout, cached.number + 1 if cached is not None and same_world else 0)
         return cached
 
     def members(self, purpose: str, all_ranks: tuple[tuple[int, ...], ...]) -> Members | None:

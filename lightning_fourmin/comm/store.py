@@ -10,6 +10,6 @@ ANSWER_S = 5.0
 
 def own_store(purpose: str) -> dist.Store:
     """The store under keys of its own; what is asked for and not there is waited for up to `ANSWER_S`."""
-    store = _get_default_store().clone()
+    store = _get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=ANSWER_S))
     return dist.PrefixStore(f"fourmin/{purpose}", store)

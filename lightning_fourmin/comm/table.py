@@ -6,7 +6,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,12 @@ class Row:
 
     num_bytes: int
     milliseconds: Mapping[str, float]
+    spread_ms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Lower and upper quartile of what was measured; empty where nothing was."""
+
+    def only(self, algorithm: str) -> "Row":
+        spread = {name: spread for name, spread in self.spread_ms.items() if name == algorithm}
+        return Row(self.num_bytes, {algorithm: self.milliseconds[algorithm]}, spread)
 
     @property
     def best(self) -> str:
@@ -52,6 +58,14 @@ class AllReduceTable:
     rows: tuple[Row, ...]
     switch_bytes: int | None = None
     """Given by the user: hierarchical at or below, ring above."""
+    group_size: int | None = None
+    """Found best by the tuner: ranks a group, where they are not the ranks of a node."""
+    chunk_bytes: int | None = None
+    """Found best by the tuner: size of the pieces that large buckets are cut into."""
+    made: str = ""
+    """Date and versions of what measured it."""
+    fit: str = ""
+    """The links that fit the times, and how well, for people."""
 
     def choose(self, num_bytes: int) -> str:
         """The algorithm with the fewest expected milliseconds, interpolated between rows."""
@@ -94,9 +108,7 @@ class AllReduceTable:
                 f"algorithm={algorithm!r} is not in the table of {self.topology_key} ({known}): {hint}, or use "
                 "algorithm='hybrid'"
             )
-        return replace(
-            self, rows=tuple(Row(row.num_bytes, {algorithm: row.milliseconds[algorithm]}) for row in self.rows)
-        )
+        return replace(self, rows=tuple(row.only(algorithm) for row in self.rows))
 
     @classmethod
     def from_cost_model(cls, topology: Topology, backend: str, links: Links | None = None) -> "AllReduceTable":
@@ -112,24 +124,32 @@ class AllReduceTable:
             sizes = [self.switch_bytes, self.switch_bytes + 1]
         choices = [(size, self.choose(size)) for size in sizes]
         last = [(n, name) for (n, name), (_, after) in pairwise(choices) if name != after]
-        parts = [f"{name} up to {_readable(n)}" for n, name in last]
+        parts = [f"{name} up to {readable(n)}" for n, name in last]
         return ", ".join([*parts, choices[-1][1] + (" above" if parts else "")])
 
     def to_csv(self, path: Path) -> None:
         """Writes the table, complete or not at all."""
         text = io.StringIO()
-        for name in ("topology_key", "backend", "source"):
-            text.write(f"# {name}: {getattr(self, name)}\n")
+        for name in ("topology_key", "backend", "source", "group_size", "chunk_bytes", "made", "fit"):
+            if (value := getattr(self, name)) not in (None, ""):
+                text.write(f"# {name}: {value}\n")
         writer = csv.writer(text, lineterminator="\n")
         names = list(self.rows[0].milliseconds)
-        writer.writerow(["bytes", *(f"{name}_ms" for name in names), "best"])
+        spreads = [name for name in names if all(name in row.spread_ms for row in self.rows)]
+        quartiles = [f"{name}_{end}_ms" for name in spreads for end in ("low", "high")]
+        writer.writerow(["bytes", *(f"{name}_ms" for name in names), "best", *quartiles])
         for row in self.rows:
-            writer.writerow([row.num_bytes, *(f"{row.milliseconds[name]:.6g}" for name in names), row.best])
+            times = [row.milliseconds[name] for name in names]
+            ends = [ms for name in spreads for ms in row.spread_ms[name]]
+            writer.writerow([row.num_bytes, *(f"{t:.6g}" for t in times), row.best, *(f"{t:.6g}" for t in ends)])
         write_whole(path, text.getvalue())
 
     @classmethod
-    def from_csv(cls, path: Path, topology: Topology, backend: str) -> "AllReduceTable":
-        """Reads a table and refuses one that was made for another topology or backend."""
+    def from_csv(cls, path: Path, topology: Topology, backend: str, any_groups: bool = False) -> "AllReduceTable":
+        """Reads a table and refuses one that was made for another topology or backend.
+
+        `any_groups`: groups that the tuner found better than those of the topology are welcome.
+        """
         try:
             lines = path.read_text().splitlines()
         except UnicodeDecodeError as error:
@@ -139,16 +159,27 @@ class AllReduceTable:
         head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
         try:
             rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
-            table = cls(head["topology_key"], head["backend"], head["source"], _checked(rows))
+            table = cls(
+                head["topology_key"],
+                head["backend"],
+                head["source"],
+                _checked(rows),
+                group_size=int(head["group_size"]) if "group_size" in head else None,
+                chunk_bytes=int(head["chunk_bytes"]) if "chunk_bytes" in head else None,
+                made=head.get("made", ""),
+                fit=head.get("fit", ""),
+            )
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             raise ValueError(
                 f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"
             ) from error
-        for field, here in (("topology_key", topology.key), ("backend", backend)):
-            there = getattr(table, field)
+        if any_groups and table.group_size is not None:
+            topology = topology.with_groups_of(table.group_size)
+        for name, here in (("topology_key", topology.key), ("backend", backend)):
+            there = getattr(table, name)
             if there != here:
                 raise ValueError(
-                    f"table={str(path)!r} was measured for {field} {there!r}, but this run has {here!r}: "
+                    f"table={str(path)!r} was measured for {name} {there!r}, but this run has {here!r}: "
                     "measure a table here, or leave table out to use the cost model"
                 )
         return table
@@ -173,7 +204,9 @@ def cached_table_path(topology: Topology, backend: str) -> Path:
 
 def _parse(row: Mapping[str, str]) -> Row:
     times = {name.removesuffix("_ms"): float(text) for name, text in row.items() if name.endswith("_ms")}
-    return Row(int(row["bytes"]), times)
+    ends = {name: times.pop(name) for name in list(times) if name.endswith(("_low", "_high"))}
+    spread = {name: (ends[f"{name}_low"], ends[f"{name}_high"]) for name in times if f"{name}_low" in ends}
+    return Row(int(row["bytes"]), times, spread)
 
 
 def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -190,7 +223,7 @@ def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _readable(num_bytes: int) -> str:
+def readable(num_bytes: int) -> str:
     if num_bytes < 1024:
         return f"{num_bytes} B"
     return f"{num_bytes / 1024:g} KiB" if num_bytes < 1024 * 1024 else f"{num_bytes / 1024 / 1024:g} MiB"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 
@@ -36,11 +37,15 @@ class Topology:
             groups = [tuple(line[i : i + group_size]) for i in range(0, len(line), group_size)]
         return cls(tuple(node_of), tuple(groups))
 
+    def with_groups_of(self, group_size: int) -> "Topology":
+        """The same ranks on the same nodes in other groups."""
+        return Topology.build(self.node_of, group_size)
+
     @property
     def world_size(self) -> int:
         return len(self.node_of)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return len(set(self.node_of))
 
@@ -48,9 +53,13 @@ class Topology:
     def leaders(self) -> tuple[int, ...]:
         return tuple(group[0] for group in self.groups)
 
-    @property
+    @cached_property
     def largest_group(self) -> int:
         return max(len(group) for group in self.groups)
+
+    @cached_property
+    def groups_span_nodes(self) -> bool:
+        return any(len({self.node_of[rank] for rank in group}) > 1 for group in self.groups)
 
     @property
     def equal_groups(self) -> bool:
@@ -67,7 +76,7 @@ class Topology:
     def column_of(self, rank: int) -> tuple[int, ...]:
         return self.columns[self.group_of(rank).index(rank)]
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Short name of the layout: ranks a node and ranks a group, for example `nodes2x2_groups2x2`."""
         nodes = [self.node_of.count(node) for node in sorted(set(self.node_of))]

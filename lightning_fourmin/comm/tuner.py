@@ -1,19 +1,44 @@
-"""Measures the table: every algorithm at rising sizes, alternated, within a budget of time that all ranks share."""
+"""Measures the table: algorithms, group sizes and chunk sizes at rising sizes, alternated, within a budget of time.
 
+    budget  [ groups | chunks | rising sizes once, as far as they fit | rounds over all sizes, forth and back ... ]
+
+Rank 0's clock decides for all ranks, and all ranks get rank 0's table.
+"""
+
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_fourmin.comm.algorithms import usable_algorithms
-from lightning_fourmin.comm.engine import Engine
+from lightning_fourmin.comm.engine import CHUNK_BYTES, Engine
+from lightning_fourmin.comm.fit import fit_links
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, Row, sizes_up_to
 from lightning_fourmin.comm.topology import Topology
 
+SEARCH_BUDGET_S = 15.0
+"""Below this budget groups are the nodes and chunks have their default size."""
+SEARCH_SHARE = 0.2
+"""Of the budget, for groups and again for chunks."""
+SEARCH_BYTES = (64 * 1024, 4 * 1024 * 1024)
+CHUNKS_BYTES = (CHUNK_BYTES // 4, CHUNK_BYTES, 4 * CHUNK_BYTES)
+CLEARLY = 0.95
+"""Another group or chunk size than the default must take at most this share of its time."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 Way = Callable[[torch.Tensor], object]
+Progress = Callable[[float], object]
+"""Told the share of the budget that is spent."""
 
 
 def timed_ms(way: Way, data: torch.Tensor) -> float:
@@ -34,45 +59,177 @@ def through(engine: Engine) -> Way:
 
 
 def measure_table(
-    topology: Topology, groups: ProcessGroups, device: torch.device, largest_bytes: int, budget_s: float
+    topology: Topology,
+    groups: ProcessGroups,
+    device: torch.device,
+    largest_bytes: int,
+    budget_s: float,
+    search: bool = False,
+    progress: Progress = lambda share: None,
 ) -> AllReduceTable:
-    """A table of medians; sizes that the budget does not reach are left out. All ranks get rank 0's."""
-    table = AllReduceTable.from_cost_model(topology, dist.get_backend())
-    sizes = sizes_up_to(largest_bytes)
-    engines = {
-        name: Engine(topology, table.only(name), groups, device, shared_bytes=sizes[-1])
-        for name in usable_algorithms(topology)
-    }
-    times: dict[int, dict[str, list[float]]] = {}
+    """A table of medians, the same on all ranks; sizes that the budget does not reach are left out.
 
-    def one_round(size: int) -> dict[str, float]:
-        data = torch.ones(size // 4, device=device)
-        return {name: timed_ms(through(engine), data) for name, engine in engines.items()}
-
-    deadline = time.monotonic() + budget_s / 2
-    for size in sizes:  # warms up both halves of shared memory, and finds how far the budget reaches
-        one_round(size)
-        one_round(size)
-        times[size] = {name: [] for name in engines}
-        if _over(deadline, device):
-            break
-    deadline += budget_s / 2
-    while True:
-        for size, by_name in times.items():
-            for name, took in one_round(size).items():
-                by_name[name].append(took)
-        if _over(deadline, device):
-            break
-    for engine in engines.values():
-        engine.close()
-    rows = [Row(size, {name: statistics.median(took) for name, took in row.items()}) for size, row in times.items()]
-    found = [AllReduceTable(topology.key, dist.get_backend(), f"measured, n={len(times[256]['ring'])}", tuple(rows))]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    `search`: looks for better groups than the nodes and for the best chunks, if the budget allows.
+    """
+    return _Tuner(topology, groups, device, largest_bytes, budget_s, progress).measure(search)
 
 
-def _over(deadline: float, device: torch.device) -> bool:
-    """Rank 0's clock decides for all."""
-    left = torch.tensor([deadline - time.monotonic()], device=device)
-    dist.broadcast(left, src=0)
-    return float(left) <= 0
+class _Tuner:
+    """Measures on one topology; every method is a collective call."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        groups: ProcessGroups,
+        device: torch.device,
+        largest_bytes: int,
+        budget_s: float,
+        progress: Progress,
+    ) -> None:
+        self._topology, self._groups, self._device, self._progress = topology, groups, device, progress
+        self._sizes = sizes_up_to(largest_bytes)
+        self._start_s, self._budget_s = time.monotonic(), budget_s
+
+    def measure(self, search: bool) -> AllReduceTable:
+        topology, chunk_bytes = self._topology, None
+        share = 0.0
+        if search and self._budget_s >= SEARCH_BUDGET_S:
+            topology = self._best_groups(SEARCH_SHARE)
+            chunk_bytes = self._best_chunks(topology, 2 * SEARCH_SHARE)
+            share = 2 * SEARCH_SHARE
+        table = self._measure_sizes(topology, chunk_bytes, share)
+        if topology is not self._topology:
+            table = replace(table, group_size=topology.largest_group)
+        found = [replace(table, fit=str(fit_links(table, topology)), made=_made())]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _best_groups(self, until: float) -> Topology:
+        topologies = {len(t.groups): t for t in (self._topology, *_other_groups(self._topology))}
+        ways = {
+            (number, name): (topology, name, None)
+            for number, topology in topologies.items()
+            for name in usable_algorithms(topology)
+            if name != "ring"
+        }
+        times = self._rounds(ways, self._search_sizes(), until)
+        scores: dict[int, float] = {}
+        for number in topologies:
+            # The best algorithm at each size, and sizes count alike whatever they take.
+            best = [min(ms for (n, _), ms in at_size.items() if n == number) for at_size in times]
+            scores[number] = statistics.fmean(map(math.log, best))
+        return topologies[self._agreed(_clearly_best(scores, default=len(self._topology.groups)))]
+
+    def _best_chunks(self, topology: Topology, until: float) -> int | None:
+        sizes = [size for size in self._search_sizes() if size > min(CHUNKS_BYTES)]
+        name = "torus" if "torus" in usable_algorithms(topology) else "hierarchical"
+        if not sizes or topology.world_size == 1:
+            return None
+        (times,) = self._rounds({chunk: (topology, name, chunk) for chunk in CHUNKS_BYTES}, sizes[-1:], until)
+        best = self._agreed(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default=CHUNK_BYTES))
+        return None if best == CHUNK_BYTES else best
+
+    def _search_sizes(self) -> list[int]:
+        return sorted({min(size, self._sizes[-1]) for size in SEARCH_BYTES})
+
+    def _rounds(
+        self, ways: Mapping[K, tuple[Topology, str, int | None]], sizes: list[int], until: float
+    ) -> list[dict[K, float]]:
+        """Medians of each way at each size, from rounds until a share of the budget is spent; two at least."""
+        times: list[dict[K, list[float]]] = [{key: [] for key in ways} for _ in sizes]
+        with ExitStack() as stack:
+            engines = {
+                key: stack.enter_context(closing(self._engine(*way, shared_bytes=sizes[-1])))
+                for key, way in ways.items()
+            }
+            turn = 0
+            while turn < 3 or not self._over(until):
+                for size, at_size in zip(sizes, times, strict=True):
+                    for key, ms in self._one_round(engines, size, turn).items():
+                        if turn:  # the first touches fresh memory
+                            at_size[key].append(ms)
+                turn += 1
+        return [{key: statistics.median(ms) for key, ms in at_size.items()} for at_size in times]
+
+    def _measure_sizes(self, topology: Topology, chunk_bytes: int | None, share: float) -> AllReduceTable:
+        times: dict[int, dict[str, list[float]]] = {}
+        with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(
+                    closing(self._engine(topology, name, chunk_bytes, shared_bytes=self._sizes[-1]))
+                )
+                for name in usable_algorithms(topology)
+            }
+            for size in self._sizes:  # warms up both halves of shared memory, and finds how far the budget reaches
+                self._one_round(engines, size, 0)
+                self._one_round(engines, size, 1)
+                times[size] = {name: [] for name in engines}
+                if self._over((1 + share) / 2):
+                    break
+            turn = 0
+            while not turn or not self._over(1.0):
+                for size, by_name in times.items():
+                    for name, ms in self._one_round(engines, size, turn).items():
+                        by_name[name].append(ms)
+                turn += 1
+        rows = [Row(size, _medians(by_name), _quartiles(by_name)) for size, by_name in times.items()]
+        source = f"measured, n={turn}"
+        return AllReduceTable(topology.key, dist.get_backend(), source, tuple(rows), chunk_bytes=chunk_bytes)
+
+    def _engine(self, topology: Topology, name: str, chunk_bytes: int | None, shared_bytes: int) -> Engine:
+        table = AllReduceTable.from_cost_model(topology, dist.get_backend()).only(name)
+        return Engine(
+            topology,
+            replace(table, chunk_bytes=chunk_bytes),
+            self._groups,
+            self._device,
+            shared_bytes=shared_bytes,
+        )
+
+    def _one_round(self, engines: Mapping[K, Engine], size: int, turn: int) -> dict[K, float]:
+        data = torch.ones(size // 4, device=self._device)
+        keys = list(engines)
+        return {key: timed_ms(through(engines[key]), data) for key in (reversed(keys) if turn % 2 else keys)}
+
+    def _over(self, share: float) -> bool:
+        spent = (time.monotonic() - self._start_s) / self._budget_s
+        self._progress(min(spent, 1.0))
+        return self._agreed(spent) >= share
+
+    def _agreed(self, value: V) -> V:
+        found = [value]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+
+def _other_groups(topology: Topology) -> list[Topology]:
+    """Half a node and two nodes a group, where nodes are equal."""
+    size, sizes = topology.largest_group, []
+    if topology.equal_groups and size % 2 == 0:
+        sizes.append(size // 2)
+    if topology.equal_groups and topology.num_nodes > 2 and topology.num_nodes % 2 == 0:
+        sizes.append(2 * size)
+    return [topology.with_groups_of(size) for size in sizes]
+
+
+def _clearly_best(scores: Mapping[int, float], default: int) -> int:
+    """The key with the lowest score (a logarithm of time), or the default if it is about as good."""
+    best = min(scores, key=lambda key: scores[key])
+    return best if scores[best] < scores[default] + math.log(CLEARLY) else default
+
+
+def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.median(ms) for name, ms in times.items()}
+
+
+def _quartiles(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    ends = {}
+    for name, ms in times.items():
+        quartiles = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else [*ms, *ms, *ms]
+        ends[name] = (quartiles[0], quartiles[2])
+    return ends
+
+
+def _made() -> str:
+    versions = ", ".join(f"{package} {version(package)}" for package in ("lightning-fourmin", "torch"))
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {versions}"

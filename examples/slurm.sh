@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Several nodes with SLURM: sbatch examples/slurm.sh
+# One task a rank, as many on every node; trainer=slurm takes the numbers from SLURM.
+#SBATCH --job-name=fourmin
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=12:00:00
+# SLURM warns the job before its time is up: Lightning saves a checkpoint and queues the job again.
+#SBATCH --signal=SIGUSR1@120
+set -euo pipefail
+
+# One folder whatever the number of starts, so that a job that was queued again goes on in it.
+srun fourmin train experiment=imagenet_resnet50_8k trainer=slurm trainer.accelerator=gpu \
+    run_dir="runs/imagenet_resnet50_8k/slurm-$SLURM_JOB_ID" "$@"

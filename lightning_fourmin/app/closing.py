@@ -1,0 +1,33 @@
+"""What a training says at its end."""
+
+import os
+from pathlib import Path
+
+from lightning_fourmin.report.run_files import RunRecord, Summary
+
+
+def closing_lines(record: RunRecord, folder: Path) -> list[str]:
+    """How it went and where to read more, as lines for the terminal."""
+    where = os.path.relpath(folder)
+    if record.status == "interrupted":
+        return [f"fourmin train: interrupted; `resume={where}` goes on after the last epoch that was complete"]
+    if record.status == "failed":
+        return [f"fourmin train: {record.error}", f"  traceback: {where}/error.txt"]
+    rows = [*_figures(record.summary), ("time", f"{record.seconds:,.0f} s"), ("report", f"{where}/report.html")]
+    return ["", *(f"  {name:12}{text}" for name, text in rows)]
+
+
+def _figures(summary: Summary) -> list[tuple[str, str]]:
+    accuracy = "no validation in this run"
+    if summary.top1 is not None and summary.top5 is not None:
+        accuracy = f"{summary.top1:.1%} top-1, {summary.top5:.1%} top-5"
+    rows = [("accuracy", accuracy)]
+    if summary.images_per_s is not None:
+        parts = [f"S {summary.S:,.0f}"] if summary.S is not None else []
+        parts += [f"N {summary.N}"] if summary.N is not None else []
+        parts += [f"e {summary.e:.2f}"] if summary.e is not None else []
+        rows.append(("images/s", f"{summary.images_per_s:,.0f} = {' x '.join(parts)}"))
+    if summary.steps is not None:
+        skipped = "" if summary.skipped_steps is None else f", {summary.skipped_steps} skipped"
+        rows.append(("steps", f"{summary.steps:,d} in {summary.epochs} epochs{skipped}"))
+    return rows

@@ -1,0 +1,64 @@
+"""One training as one rank sees it: data, module and Trainer from a resolved config."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+
+from lightning_fourmin.app.quiet import hush
+from lightning_fourmin.app.recorder import RunRecorder
+from lightning_fourmin.lars import LARS
+
+
+def train(config: dict[str, Any]) -> None:
+    """Trains; the rank is what the environment says. Rank 0 keeps `run.json` up to date."""
+    hush()
+    seed_everything(config["seed"], workers=True, verbose=False)
+    data: LightningDataModule = instantiate(config["data"], _convert_="all")
+    optimizer = instantiate(config["optim"], _convert_="all")
+    schedule = instantiate(config["schedule"], _convert_="all")
+    # A data module of the user's own may leave it to the model's config.
+    classes = {"num_classes": data.num_classes} if hasattr(data, "num_classes") else {}
+    module: LightningModule = instantiate(
+        config["model"], optimizer=optimizer, schedule=schedule, _convert_="all", **classes
+    )
+    callbacks = _parts(config["callbacks"])
+    if optimizer.func is not LARS:
+        callbacks.pop("trust_ratios", None)
+    trainer: Trainer = instantiate(
+        config["trainer"],
+        strategy=instantiate(config["strategy"], _convert_="all"),
+        plugins=[instantiate(config["precision"], _convert_="all")],
+        callbacks=[*callbacks.values(), RunRecorder(Path(config["run_dir"]))],
+        logger=list(_parts(config["logger"]).values()),
+        default_root_dir=config["run_dir"],
+        enable_progress_bar="progress_bar" in callbacks,
+        enable_model_summary="model_summary" in callbacks,
+        enable_checkpointing="checkpoint" in callbacks,
+        _convert_="all",
+    )
+    # All ranks made the same weights; their dropout must differ.
+    torch.manual_seed(config["seed"] + trainer.global_rank)
+    try:
+        trainer.fit(module, data, ckpt_path=config["resume"] or None)
+    except SystemExit as end:
+        # What Lightning makes of Ctrl-C.
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _parts(group: dict[str, Any] | None) -> dict[str, Any]:
+    """The members of a group that are not switched off with null."""
+    return {name: instantiate(part, _convert_="all") for name, part in (group or {}).items() if part}
+
+
+def external_rank() -> int | None:
+    """The rank that torchrun or srun has started this process as; None: nobody has."""
+    if TorchElasticEnvironment.detect():
+        return int(os.environ["RANK"])
+    return int(os.environ["SLURM_PROCID"]) if SLURMEnvironment.detect() else None

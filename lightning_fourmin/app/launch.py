@@ -1,0 +1,110 @@
+"""Starts the ranks of a training on this machine, each a fresh process that is given the composed config.
+
+None of them is the process that sweeps: a job leaves nothing there that the next could trip over, and ranks do not run
+the command line again, which under a sweep would start the whole sweep again.
+"""
+
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from types import FrameType
+from typing import Any
+
+import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, ProcessExitedException
+
+GRACE_S = 10.0
+"""How long ranks may take to end after one has failed or Ctrl-C was pressed."""
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankError(Exception):
+    """What the first rank that failed says, and where it was."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+        """The traceback, or nothing."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    message: str
+    details: str
+
+
+def run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], num_ranks: int) -> None:
+    """Calls `work(config)` in as many processes, which a Trainer takes for ranks that a launcher has started."""
+    failures: SimpleQueue[_Failure] = mp.get_context("spawn").SimpleQueue()
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
+    # It announces each signal that it sends.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    arguments = (work, config, environment, failures)
+    context = mp.start_processes(_rank_main, arguments, nprocs=num_ranks, join=False, start_method="spawn")
+    try:
+        while not context.join(grace_period=GRACE_S):
+            pass
+    except ProcessException as error:
+        if not failures.empty():
+            failure = failures.get()
+            raise RankError(failure.message, failure.details) from None
+        end = f"exit code {error.exit_code}" if isinstance(error, ProcessExitedException) else "an error"
+        end = getattr(error, "signal_name", None) or end
+        raise RankError(f"rank {error.error_index} ended with {end}", "") from None
+    except KeyboardInterrupt:
+        _end(context)
+        raise
+    finally:
+        failures.close()
+
+
+def _end(context: ProcessContext) -> None:
+    """Ends ranks as Ctrl-C does, and by force those that do not mind."""
+    deadline = time.monotonic() + GRACE_S
+    for process in context.processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGINT)
+    for process in context.processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+
+
+def _rank_main(
+    local_rank: int,
+    work: Callable[[dict[str, Any]], None],
+    config: dict[str, Any],
+    environment: dict[str, str],
+    failures: "SimpleQueue[_Failure]",
+) -> None:
+    signal.signal(signal.SIGINT, _interrupt_once)
+    for name in _LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment, LOCAL_RANK=str(local_rank))
+    try:
+        work(config)
+    except Exception as error:
+        # The first one counts: the others fail because their peer is gone.
+        failures.put(_Failure(message_of(error), traceback.format_exc()))
+        raise
+
+
+def _interrupt_once(signum: int, frame: FrameType | None) -> None:
+    # A terminal sends Ctrl-C to every process, and the one that started this rank sends it, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says, without what Hydra puts around the errors of things it makes."""
+    from hydra.errors import InstantiationException
+
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__

@@ -1,0 +1,178 @@
+"""`fourmin plan`: predicts a training step on a cluster, the best settings for it, and how it scales."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lightning_fourmin.app.verb import run_hydra, with_options
+from lightning_fourmin.models import build_model
+from lightning_fourmin.predict.cluster import Cluster
+from lightning_fourmin.predict.errors import PlanError
+from lightning_fourmin.predict.outlook import Outlook
+from lightning_fourmin.predict.profile import Profile, measure_profile
+from lightning_fourmin.predict.scenario import Scenario
+from lightning_fourmin.predict.stragglers import Stragglers
+from lightning_fourmin.predict.work import peak_profile
+from lightning_fourmin.strategy import DEFAULT_FUSION_MB, WIRE_DTYPES
+
+Make = Callable[[], nn.Module]
+
+
+@dataclass
+class PlanOptions:
+    """Fields as in conf/plan.yaml."""
+
+    model: str = "resnet50"
+    cluster: dict[str, Any] = field(default_factory=dict)
+    module: str | None = None
+    module_options: dict[str, Any] = field(default_factory=dict)
+    input_shape: list[int] | None = None
+    num_classes: int = 1000
+    batch_size: int = 64
+    num_ranks: int = 1024
+    most_ranks: int = 4096
+    layer_times: str = "scaled"
+    samples_per_s: float | None = None
+    table: str | None = None
+    algorithm: str = "hybrid"
+    group_size: int | None = None
+    fusion_mb: float | None = None
+    switch_mb: float | None = None
+    wire_dtype: str = "fp16"
+    stragglers: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 90
+    num_samples: int = 1281167
+    out: str | None = "plan"
+
+
+def main() -> None:
+    task = with_options("plan", PlanOptions, _plan)
+    run_hydra("plan", lambda config: task(_with_model_by_name(config)))
+
+
+def _with_model_by_name(config: DictConfig) -> DictConfig:
+    """The configs of models are made for training; a plan needs their names only."""
+    named = OmegaConf.masked_copy(config, [str(key) for key in config if key != "model"])
+    OmegaConf.set_struct(named, False)
+    named["model"] = config.model.model
+    return named
+
+
+def _plan(options: PlanOptions) -> None:
+    outlook = predict(options)
+    print(outlook)
+    if options.out is not None:
+        outlook.write(Path(options.out))
+        print(
+            f"\nwritten: {', '.join(str(Path(options.out, f'plan.{end}')) for end in ('json', 'svg'))}, "
+            f"{Path(options.out, 'trace.json')}"
+        )
+
+
+def predict(options: PlanOptions) -> Outlook:
+    """The outlook for some options; raises PlanError where they make no sense."""
+    for name in ("batch_size", "num_ranks", "most_ranks", "num_classes", "epochs", "num_samples"):
+        if getattr(options, name) < 1:
+            raise PlanError(f"{name}={getattr(options, name)} must be at least 1")
+    for name in ("samples_per_s", "switch_mb"):
+        if (value := getattr(options, name)) is not None and value <= 0:
+            raise PlanError(f"{name}={value:g} must be above 0")
+    if options.wire_dtype not in WIRE_DTYPES:
+        raise PlanError(f"wire_dtype={options.wire_dtype} is not known: choose one of {', '.join(WIRE_DTYPES)}")
+    cluster = Cluster.from_config(options.cluster)
+    make = _maker(options.model, options.num_classes) if options.module is None else _imported(options)
+    with torch.device("meta"):
+        module = make()
+    profile, fp32_profile = _profiles(options, cluster, make)
+    scenario = Scenario(
+        [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad],
+        profile,
+        cluster,
+        options.num_ranks,
+        DEFAULT_FUSION_MB if options.fusion_mb is None else options.fusion_mb,
+        options.algorithm,
+        options.group_size,
+        options.switch_mb,
+        WIRE_DTYPES[options.wire_dtype],
+        Stragglers(**options.stragglers),
+    )
+    return Outlook.of(scenario, fp32_profile, options.epochs, options.num_samples, options.most_ranks)
+
+
+def _maker(name: str, num_classes: int) -> Make:
+    return lambda: build_model(name, num_classes)
+
+
+def _imported(options: PlanOptions) -> Make:
+    """What `module=package.file:Name` names, ready to be called."""
+    assert options.module is not None
+    place, _, name = options.module.partition(":")
+    try:
+        made_by = getattr(importlib.import_module(place), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(
+            f"module={options.module} cannot be imported ({error}): write package.file:Name, and run the command where "
+            "Python finds the package"
+        ) from error
+
+    def make() -> nn.Module:
+        module = made_by(**options.module_options)
+        if not isinstance(module, nn.Module):
+            raise PlanError(f"module={options.module} makes a {type(module).__name__}, not a torch.nn.Module")
+        return module
+
+    return make
+
+
+def _profiles(options: PlanOptions, cluster: Cluster, make: Make) -> tuple[Profile, Profile]:
+    """Layer times as asked for, and those in FP32 where the cluster knows how much slower that is."""
+    if options.layer_times == "measured":
+        module = make()
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        profile = measure_profile(module, torch.randn(options.batch_size, *_input_shape(options, module)), None, sgd)
+        return profile, profile
+    if options.layer_times != "scaled":
+        raise PlanError(f"layer_times={options.layer_times} is not known: choose scaled or measured")
+    peak = _peak(make, options.batch_size, options, cluster)
+    known = cluster.reference
+    if options.samples_per_s is not None:
+        source = f"{peak.source}, scaled to the given {options.samples_per_s:g} samples/s"
+        profile = peak.scaled(options.batch_size / options.samples_per_s / peak.compute_s)
+    elif known is not None:
+        source = (
+            f"{peak.source}, scaled by {known.model}'s {known.samples_per_s:g} samples/s at {known.batch_size} a rank"
+        )
+        like = replace(options, model=known.model, module=None, input_shape=None, num_classes=1000)
+        reference = _peak(_maker(known.model, 1000), known.batch_size, like, cluster)
+        profile = peak.scaled(known.batch_size / known.samples_per_s / reference.compute_s)
+    else:
+        raise PlanError(
+            f"samples_per_s is not given and cluster {cluster.name!r} has no reference: give samples_per_s, or "
+            "layer_times=measured"
+        )
+    profile = replace(profile, source=source)
+    if known is None or known.fp32_samples_per_s is None:
+        return profile, profile
+    return profile, profile.scaled(known.samples_per_s / known.fp32_samples_per_s)
+
+
+def _peak(make: Make, batch_size: int, options: PlanOptions, cluster: Cluster) -> Profile:
+    with torch.device("meta"):
+        module = make()
+        return peak_profile(module, torch.empty(batch_size, *_input_shape(options, module)), cluster.device)
+
+
+def _input_shape(options: PlanOptions, module: nn.Module) -> list[int]:
+    if options.input_shape is not None:
+        return options.input_shape
+    if options.module is not None:
+        raise PlanError("input_shape is not given: module needs the shape of one sample, input_shape=[3,224,224] say")
+    side = int(getattr(module, "image_size", 224))
+    return [3, side, side]

@@ -1,0 +1,83 @@
+"""Keeps `run.json` up to date with what only a rank knows: arithmetic, plans and figures."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_fourmin.app.machine import hardware
+from lightning_fourmin.models.classifier import ImageClassifier
+from lightning_fourmin.precision import FourMinPrecision
+from lightning_fourmin.report.run_files import BucketRecord, ModelSize, RunRecord, Summary, TableRecord
+from lightning_fourmin.strategy import FourMinStrategy
+
+
+class RunRecorder(Callback):
+    """Rewrites the record that lies in the run's folder, on rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._has_plans = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Ranks that torchrun or srun started know no folder, since its name has the time in it.
+        self._folder = trainer.strategy.broadcast(self._folder)
+        trainer._default_root_dir = str(self._folder)
+
+    # Not at the start of training: the module plans its rates there, after the callbacks.
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not self._has_plans:
+            self._has_plans = True
+            self._update(**_plans(trainer, pl_module))
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            self._update(summary=_summary(trainer))
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._update(summary=_summary(trainer))
+
+    def _update(self, **changes: Any) -> None:
+        replace(RunRecord.read(self._folder), **changes).write(self._folder)
+
+
+def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    assert isinstance(module, ImageClassifier)
+    assert module.rate_plan is not None
+    parameters = list(module.parameters())
+    plans: dict[str, Any] = {
+        "arithmetic": tuple(module.rate_plan.in_words()),
+        "model": ModelSize(module.hparams.model, sum(p.numel() for p in parameters), len(parameters)),
+        "world_size": trainer.world_size,
+        "hardware": hardware(),
+    }
+    strategy = trainer.strategy
+    if isinstance(strategy, FourMinStrategy):
+        plans["topology"] = str(strategy.topology)
+        if strategy.fusion_plan is not None:
+            plans["fusion_plan"] = tuple(BucketRecord.of(bucket) for bucket in strategy.fusion_plan.buckets)
+        if strategy._engine is not None:
+            plans["table"] = TableRecord.of(strategy._engine.table)
+    return plans
+
+
+def _summary(trainer: Trainer) -> Summary:
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    precision = trainer.precision_plugin
+    scale = precision.loss_scale if isinstance(precision, FourMinPrecision) else None
+    return Summary(
+        top1=metrics.get("val/top1"),
+        top5=metrics.get("val/top5"),
+        val_loss=metrics.get("val/loss"),
+        epochs=trainer.current_epoch,
+        steps=trainer.global_step,
+        skipped_steps=scale.skipped_steps if scale else None,
+        loss_scale=scale.value if scale else None,
+    )

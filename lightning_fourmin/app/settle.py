@@ -1,0 +1,120 @@
+"""From the composed config to the one that ranks get: values resolved, batch and checkpoint settled, data there."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.fabric.accelerators import CUDAAccelerator
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_fourmin.data.datamodule import ShardDataModule
+from lightning_fourmin.data.index import INDEX_NAME
+from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.data.sources import is_url
+from lightning_fourmin.recipe import GlobalBatch
+from lightning_fourmin.report.run_files import Summary
+
+
+class ConfigError(ValueError):
+    """A config that makes no training, and what to change."""
+
+
+def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
+    """Plain values for the training that has its files in `folder`."""
+    # As composed, so that all ranks of a launcher look in the same place; in a sweep the folder is another one.
+    named = Path(config.run_dir)
+    config.run_dir = str(folder)
+    plain = _resolved(config)
+    plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
+    plain["resume"] = _checkpoint(plain["resume"], named)
+    _check_metric(plain["metric"])
+    _check_data(plain["data"])
+    return plain
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    if missing := OmegaConf.missing_keys(config):
+        raise ConfigError(f"{', '.join(sorted(missing))}: not given")
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        hint = ""
+        if "Environment variable" in str(error.msg):
+            hint = ": start the ranks with torchrun or srun, as examples/torchrun.md and examples/slurm.sh do"
+        raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}{hint}") from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def num_local_ranks(trainer: dict[str, Any]) -> int:
+    """Ranks on this machine."""
+    devices = trainer["devices"]
+    if trainer["accelerator"] in ("gpu", "cuda"):
+        try:
+            return len(CUDAAccelerator.parse_devices(devices) or [])
+        except MisconfigurationException as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"trainer.devices={devices}: {reason} Without GPUs use trainer=cpu2") from error
+    if not isinstance(devices, int) or devices < 1:
+        raise ConfigError(f"trainer.devices={devices} must be a number of ranks, 1 or more")
+    return devices
+
+
+def _num_accumulated(config: dict[str, Any]) -> int:
+    """Backward passes a step, so that it has `global_batch` samples."""
+    trainer, wanted = config["trainer"], config["global_batch"]
+    batch = GlobalBatch(config["data"]["batch_size"], num_local_ranks(trainer) * trainer["num_nodes"])
+    if wanted is None:
+        return int(trainer["accumulate_grad_batches"])
+    if wanted < batch.size or wanted % batch.size:
+        raise ConfigError(
+            f"global_batch={wanted} is not a multiple of the {batch} samples of one backward pass: change "
+            "data.batch_size or trainer.devices, or set global_batch=null"
+        )
+    return int(wanted // batch.size)
+
+
+def _checkpoint(resume: bool | str, folder: Path) -> str | None:
+    """The checkpoint to go on from: that of the folder if it has one, else of the newest run beside it."""
+    if not resume:
+        return None
+    if resume is not True:
+        path = Path(resume)
+        path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(
+                f"resume={resume}: {path} does not exist; give the folder of a run, or true for the newest"
+            )
+        return str(path)
+    own = folder / "checkpoints" / "last.ckpt"
+    if own.is_file():
+        return str(own)
+    others = sorted(folder.parent.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not others:
+        raise ConfigError(f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first")
+    return str(others[-1])
+
+
+def _check_metric(name: str) -> None:
+    known = [field.name for field in fields(Summary)]
+    if name not in known:
+        raise ConfigError(f"metric={name} is not known: choose one of {', '.join(known)}")
+
+
+def _check_data(data: dict[str, Any]) -> None:
+    """Reads the index now: it says what is missing sooner than ranks could, and the demo data is written once."""
+    module = instantiate(data, _convert_="all")
+    if not isinstance(module, ShardDataModule):
+        return
+    try:
+        _ = module.index
+    except ShardError as error:
+        if is_url(module.path) or (Path(module.path) / INDEX_NAME).exists():
+            raise
+        raise ShardError(
+            f"{error}. From a folder of images with one folder a class: `fourmin pack src=FOLDER out={module.path} "
+            "split=train`, then the same with split=val"
+        ) from error

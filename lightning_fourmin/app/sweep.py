@@ -1,0 +1,29 @@
+"""What a sweep leaves behind: a table, a picture and a page of all its jobs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from typing_extensions import override
+
+from lightning_fourmin.report.jobs import read_jobs
+from lightning_fourmin.report.sweep import write_sweep
+
+
+class SweepReport(Callback):
+    """Called by Hydra (`hydra.callbacks`) when the last job of a multirun has ended."""
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        page = write_sweep(folder)
+        print(f"\n{(folder / 'sweep.md').read_text()}\n{os.path.relpath(page)}", flush=True)
+        jobs = read_jobs(folder)
+        if failed := [job for job in jobs if job.status != "done"]:
+            lines = [f"  job {job.number}: {job.error}" for job in failed]
+            print(f"fourmin train: {len(failed)} of {len(jobs)} jobs failed:", *lines, sep="\n", file=sys.stderr)
+            # Hydra catches errors in callbacks, but lets this through.
+            sys.exit(1)

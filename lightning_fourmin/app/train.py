@@ -1,0 +1,91 @@
+"""`fourmin train`: composes a training, runs its ranks, and leaves a folder with its record and report."""
+
+import math
+import shlex
+import sys
+import time
+import traceback
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_fourmin.app.closing import closing_lines
+from lightning_fourmin.app.job import external_rank, train
+from lightning_fourmin.app.launch import RankError, message_of, run_ranks
+from lightning_fourmin.app.machine import hardware, versions
+from lightning_fourmin.app.settle import num_local_ranks, settled
+from lightning_fourmin.app.verb import give_up, run_hydra
+from lightning_fourmin.report.page import write_report
+from lightning_fourmin.report.run_files import RunRecord
+
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C has ended, as shells have it."""
+
+
+def main() -> None:
+    if external_rank() is not None and {"-m", "--multirun"} & set(sys.argv):
+        give_up("train", "a sweep starts the ranks of each job itself: run it without torchrun or srun")
+    if external_rank():
+        # The run's folder is rank 0's.
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    run_hydra("train", _job)
+
+
+def _job(config: DictConfig) -> float:
+    """One training; gives the metric to Hydra's sweepers, NaN if it failed."""
+    hydra = HydraConfig.get()
+    if external_rank():
+        train(settled(config, Path(config.run_dir).absolute()))
+        return math.nan
+    folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
+    overrides = tuple(hydra.overrides.task) if sweeping else ()
+    if sweeping:
+        print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
+    record = _run(config, folder, overrides)
+    ok = record.status == "done"
+    print("\n".join(closing_lines(record, folder)), file=sys.stdout if ok else sys.stderr, flush=True)
+    if record.status == "interrupted":
+        sys.exit(INTERRUPTED)
+    if record.status == "failed" and not sweeping:
+        sys.exit(1)
+    value = getattr(record.summary, config.metric)
+    return math.nan if record.status == "failed" or value is None else float(value)
+
+
+def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord:
+    """Trains and gives the record of how that ended, which is in the folder with everything else."""
+    start_s = time.monotonic()
+    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+    command = shlex.join(["fourmin", "train", *sys.argv[1:]])
+    RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
+    status, error = "done", None
+    try:
+        plain = settled(config, folder)
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
+        _set_aside(folder / "metrics.csv")
+        if external_rank() is None:
+            run_ranks(train, plain, num_local_ranks(plain["trainer"]))
+        else:
+            train(plain)
+    except KeyboardInterrupt:
+        status = "interrupted"
+    except Exception as failure:
+        status, error = "failed", message_of(failure)
+        details = failure.details if isinstance(failure, RankError) else traceback.format_exc()
+        (folder / "error.txt").write_text(details)
+    seconds = round(time.monotonic() - start_s, 1)
+    record = replace(RunRecord.read(folder), seconds=seconds, status=status, error=error)
+    record.write(folder)
+    write_report(folder)
+    return record
+
+
+def _set_aside(file: Path) -> None:
+    """Keeps what an earlier run left in this folder: Lightning's logger begins with an empty file."""
+    if file.exists():
+        number = 1 + len(list(file.parent.glob(f"{file.stem}-*{file.suffix}")))
+        file.rename(file.with_stem(f"{file.stem}-{number}"))

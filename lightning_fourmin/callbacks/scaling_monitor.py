@@ -1,0 +1,222 @@
+"""Logs how training scales: T = S * N * e, what communication costs a step, and which rank the others wait for."""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_fourmin.comm.meter import Communication, Meter, TakenTimes
+from lightning_fourmin.strategy import FourMinStrategy
+
+MAX_STEPS = 10_000
+"""The summary is of this many steps at most, the last ones."""
+
+
+@dataclass(frozen=True)
+class ScalingSummary:
+    """Throughput T = S * N * e of all ranks, from medians over steps; None where it is not known."""
+
+    S: float
+    """Samples a second of one rank while it does not wait for others."""
+    N: int
+    """Ranks."""
+    e: float | None
+    """Scaling efficiency, 0 to 1: the share of a step in which a rank does not wait, mean over ranks."""
+    T: float
+    """Samples a second of all ranks."""
+    step_ms: float
+    comm_ms: float | None
+    """Time of a step in which gradients are under way."""
+    exposed_ms: float | None
+    """Time of a step in which a rank waits for others or for gradients, and cannot compute."""
+    bus_mb_per_s: float | None
+    """2 (N - 1) / N times the bytes of the gradients on the wire, by `comm_ms`: comparable between numbers of ranks."""
+    slowest_rank: int | None
+    """The rank that computes longest."""
+    slowest_wait_ms: float | None
+    """How much longer than the median of the others."""
+
+
+class _Step(NamedTuple):
+    """A training step as one rank saw it; communication is NaN where it is not known."""
+
+    num_samples: float
+    step_s: float
+    exposed_s: float
+    busy_s: float
+    num_bytes: float
+
+
+class ScalingMonitor(Callback):
+    """Logs the fields of `ScalingSummary` as `fourmin/<field>` to all loggers, every `log_every_n_steps` steps.
+
+    S, e and T are in the progress bar, too. Values are medians of the steps since they were last logged; `summary` has
+    those of the run after a fit (in the process that trained: strategies that spawn send no callbacks back).
+
+    A step lasts from the end of one optimizer step to the end of the next, whatever it accumulates; the first of an
+    epoch begins with the epoch, and validation does not count. A rank waits where the last bucket of a backward pass
+    is not done, where the engine keeps the main thread busy, in `self.log(sync_dist=True)`, and in the broadcast that
+    Lightning starts a step with. Ranks exchange their times only when they log.
+
+    Only the `fourmin` strategy tells when gradients are under way. With other strategies on several ranks S, N, T and
+    the step time are logged, and S includes the waits: it is T / N. On one rank e is 1.
+    """
+
+    def __init__(self) -> None:
+        self.summary: ScalingSummary | None = None
+        self._meter: Meter | None = None
+        self._unresolved: list[tuple[int, float, TakenTimes | None]] = []
+        self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
+        self._num_samples = 0
+        self._start_s = math.nan
+        self._global_step = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.summary = None
+        self._unresolved, self._num_samples, self._global_step = [], 0, trainer.global_step
+        self._steps.clear()
+        self._meter = None
+        if isinstance(trainer.strategy, FourMinStrategy):
+            self._meter = trainer.strategy.measure_communication()
+        if self._meter is not None:
+            loop: Any = trainer.fit_loop.epoch_loop
+            loop._broadcast_sigterm_tensor = _timed(loop._broadcast_sigterm_tensor, self._meter)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_step()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._start_s = time.perf_counter()
+        if self._meter is not None:
+            self._meter.take()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._num_samples += _batch_size(batch)
+        if trainer.global_step != self._global_step:
+            self._end_step(trainer)
+        # Not `should_update_logs`: it looks at `should_stop`, which ranks may see at different times.
+        num_steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        every_n: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        due = every_n and num_steps % every_n == 0
+        if not due or trainer.fit_loop._should_accumulate() or not self._unresolved:
+            return
+        found = asdict(self._summarize(trainer, self._resolve(trainer)))
+        known = {name: float(value) for name, value in found.items() if value is not None}
+        pl_module.log_dict({f"fourmin/{name}": value for name, value in known.items()})
+        bar = {name: value for name, value in known.items() if name in ("S", "e", "T")}
+        pl_module.log_dict(bar, prog_bar=True, logger=False)
+
+    def _end_step(self, trainer: Trainer) -> None:
+        now = time.perf_counter()
+        taken = None if self._meter is None else self._meter.take()
+        self._unresolved.append((self._num_samples, now - self._start_s, taken))
+        self._start_s, self._num_samples, self._global_step = now, 0, trainer.global_step
+        if len(self._unresolved) >= MAX_STEPS:
+            self._resolve(trainer)
+
+    def _resolve(self, trainer: Trainer) -> list[_Step]:
+        """Reads the times of the steps since the last call, which on CUDA waits for the device."""
+        steps = []
+        for num_samples, step_s, taken in self._unresolved:
+            if taken is not None:
+                communication = taken.communication()
+            elif trainer.world_size == 1:
+                communication = Communication(0.0, 0.0, 0)
+            else:
+                communication = Communication(math.nan, math.nan, 0)
+            exposed_s, busy_s, num_bytes = communication
+            steps.append(_Step(num_samples, step_s, exposed_s, busy_s, num_bytes))
+        self._unresolved = []
+        self._steps.extend(steps)
+        return steps
+
+    def _summarize(self, trainer: Trainer, steps: Sequence[_Step]) -> ScalingSummary:
+        """What all ranks together make of their medians: a collective call."""
+        medians = [statistics.median(values) for values in zip(*steps, strict=True)]
+        mine = torch.tensor(medians, device=trainer.strategy.root_device)
+        everyones = [mine]
+        if trainer.world_size > 1:
+            everyones = [torch.empty_like(mine) for _ in range(trainer.world_size)]
+            dist.all_gather(everyones, mine)
+        return summarize([_Step(*values.tolist()) for values in everyones])
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop(trainer)
+        self._resolve(trainer)
+        if self._steps:
+            self.summary = self._summarize(trainer, self._steps)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        self._meter = None
+
+
+def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
+    """The step of every rank as one."""
+    num_ranks = len(everyones)
+    step_s = statistics.fmean(step.step_s for step in everyones)
+    samples_a_s = sum(step.num_samples for step in everyones) / step_s
+    exposed_s = statistics.fmean(step.exposed_s for step in everyones)
+    if math.isnan(exposed_s):
+        unknown = dict.fromkeys(("e", "comm_ms", "exposed_ms", "bus_mb_per_s", "slowest_rank", "slowest_wait_ms"))
+        return ScalingSummary(S=samples_a_s / num_ranks, N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s, **unknown)
+    computing_s = [max(0.0, step.step_s - step.exposed_s) for step in everyones]
+    efficiency = statistics.fmean(s / step.step_s for s, step in zip(computing_s, everyones, strict=True))
+    busy_s = statistics.fmean(step.busy_s for step in everyones)
+    bus_bytes = 2 * (num_ranks - 1) / num_ranks * everyones[0].num_bytes
+    slowest = max(range(num_ranks), key=lambda rank: computing_s[rank])
+    others = [s for rank, s in enumerate(computing_s) if rank != slowest]
+    return ScalingSummary(
+        S=samples_a_s / num_ranks / efficiency if efficiency else math.inf,
+        N=num_ranks,
+        e=efficiency,
+        T=samples_a_s,
+        step_ms=1e3 * step_s,
+        comm_ms=1e3 * busy_s,
+        exposed_ms=1e3 * exposed_s,
+        bus_mb_per_s=1e-6 * bus_bytes / busy_s if busy_s else 0.0,
+        slowest_rank=slowest,
+        slowest_wait_ms=1e3 * (computing_s[slowest] - statistics.median(others)) if others else 0.0,
+    )
+
+
+def _batch_size(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except (MisconfigurationException, RecursionError):
+        raise ValueError(
+            f"ScalingMonitor cannot tell how many samples a batch of type {type(batch).__name__} has: make it a "
+            "tensor, or a collection that begins with one whose first dimension is the batch; or drop the callback"
+        ) from None
+
+
+def _timed(work: Callable[[], None], meter: Meter) -> Callable[[], None]:
+    def timed() -> None:
+        with meter.waiting():
+            work()
+
+    return timed

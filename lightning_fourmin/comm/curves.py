@@ -1,0 +1,51 @@
+"""Draws a table: milliseconds by size for each algorithm, and the sizes at which the choice changes."""
+
+from itertools import pairwise
+from pathlib import Path
+
+from lightning_fourmin.comm.table import AllReduceTable, readable
+
+
+def switch_points(table: AllReduceTable) -> list[tuple[int, str, str]]:
+    """Sizes at which the choice changes, each with the algorithms below and above."""
+    points = []
+    for low, high in pairwise(row.num_bytes for row in table.rows):
+        below, above = table.choose(low), table.choose(high)
+        if below == above:
+            continue
+        while high - low > 1:  # times are linear between rows, so two lines cross once
+            middle = (low + high) // 2
+            low, high = (middle, high) if table.choose(middle) == below else (low, middle)
+        points.append((high, below, table.choose(high)))
+    return points
+
+
+def draw(table: AllReduceTable, path: Path) -> None:
+    """Writes the picture in the format that the path ends with."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    sizes = [row.num_bytes for row in table.rows]
+    for name in table.rows[0].milliseconds:
+        (line,) = axes.plot(sizes, [row.milliseconds[name] for row in table.rows], marker=".", label=name)
+        if all(name in row.spread_ms for row in table.rows):
+            low, high = zip(*(row.spread_ms[name] for row in table.rows), strict=True)
+            axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    for size, below, above in switch_points(table):
+        axes.axvline(size, color="grey", linestyle=":", linewidth=1)
+        text = f"{readable(size)}: {below} to {above}"
+        axes.annotate(
+            text, (size, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=7
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda size, _: readable(round(size)))
+    axes.set_xlabel("size of a bucket on the wire")
+    axes.set_ylabel("ms, median and quartiles")
+    axes.set_title(f"All-reduce of {table.topology_key} on {table.backend} ({table.source})", fontsize=10)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

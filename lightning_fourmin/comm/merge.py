@@ -1,0 +1,78 @@
+"""Where to cut buckets, given when backward makes each gradient ready: the merge rule of MG-WFBP (Shi et al. 2019).
+
+ready      g0 g1 g2          g3   g4                  time ->
+transfers  [ g0 g1 g2 ]      [ g3 g4 ]                a message costs its latency once, so what is ready before a
+                                                      transfer starts, or within a latency of that, goes with it
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from lightning_fourmin.comm.cost import Link
+from lightning_fourmin.files import write_whole
+
+
+@dataclass(frozen=True)
+class ReadyGradient:
+    """A gradient, and when backward has made it, in seconds after its start."""
+
+    num_bytes: int
+    ready_s: float
+
+
+def merge(gradients: Sequence[ReadyGradient], transfer: Link, wire_share: float = 1.0) -> list[list[ReadyGradient]]:
+    """Buckets of gradients in ready order; `wire_share`: bytes on the wire by bytes of gradients."""
+    buckets: list[list[ReadyGradient]] = []
+    free_s = 0.0
+    for gradient in gradients:
+        if buckets:
+            start_s = max(free_s, buckets[-1][-1].ready_s)
+            if gradient.ready_s <= start_s + transfer.latency_s:
+                buckets[-1].append(gradient)
+                continue
+            num_bytes = wire_share * sum(merged.num_bytes for merged in buckets[-1])
+            free_s = start_s + transfer.latency_s + num_bytes * transfer.s_per_byte
+        buckets.append([gradient])
+    return buckets
+
+
+def last_done_s(buckets: Sequence[Sequence[ReadyGradient]], transfer_s: Callable[[int], float]) -> float:
+    """When the last bucket is done, if one is under way at a time and takes `transfer_s(bytes)`."""
+    done_s = 0.0
+    for bucket in buckets:
+        done_s = max(done_s, bucket[-1].ready_s) + transfer_s(sum(gradient.num_bytes for gradient in bucket))
+    return done_s
+
+
+def cuts_path(table_path: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -> Path:
+    """Where the cuts for a module with such parameters are, beside the table that they were made with.
+
+    Names do not matter: they change when a network becomes part of a LightningModule.
+    """
+    text = json.dumps([(list(parameter.shape), str(parameter.dtype)) for _, parameter in parameters])
+    return table_path.with_suffix(f".{hashlib.sha256(text.encode()).hexdigest()[:12]}.json")
+
+
+def write_cuts(path: Path, bucket_bytes: Sequence[int], made: str) -> None:
+    write_whole(path, json.dumps({"made": made, "bucket_bytes": list(bucket_bytes)}, indent=1) + "\n")
+
+
+def read_cuts(path: Path) -> tuple[int, ...] | None:
+    """Bytes of each bucket in ready order; None if there is no such file."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())["bucket_bytes"]
+        if not found or not all(isinstance(n, int) and n > 0 for n in found):
+            raise ValueError("bucket_bytes must be a list of whole numbers above 0")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} does not say where to cut buckets ({type(error).__name__}: {error}): delete it, or run "
+            "`fourmin tune` with the model again"
+        ) from error
+    return tuple(found)

@@ -1,0 +1,30 @@
+"""The nets of the paper and their small relatives, by name."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from lightning_fourmin.models.alexnet import alexnet_bn, alexnet_bn_small
+from lightning_fourmin.models.resnet import resnet18, resnet50, resnet_small
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "alexnet_bn": alexnet_bn,
+    "alexnet_bn_small": alexnet_bn_small,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "resnet_small": resnet_small,
+}
+
+
+def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
+    """The net of a name; `options` are the arguments of its function in `MODELS`."""
+    if name not in MODELS:
+        near = get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean {near[0]!r}? The others are " if near else "choose one of "
+        others = ", ".join(repr(known) for known in MODELS if known not in near)
+        raise ValueError(f"model={name!r} is not known: {hint}{others}")
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes} must be at least 1")
+    return MODELS[name](num_classes, **options)

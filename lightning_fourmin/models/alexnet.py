@@ -1,0 +1,113 @@
+"""AlexNet with batch norm after the ReLU, and after pool5 the one more that the paper adds (its section 3.1).
+
+    conv1 - relu - pool - bn    conv2 - relu - pool - bn    conv3 - relu - bn    conv4 - relu - bn
+    conv5 - relu - pool - [bn5] - fc6 - relu - dropout - fc7 - relu - dropout - fc8
+
+Without bn5 the inputs of fc6 drift as conv5 learns, which costs 1.6 points of top-1 at a batch of 64K.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+
+@dataclass(frozen=True)
+class _Shape:
+    widths: tuple[int, int, int, int, int]
+    first_kernel: int
+    first_stride: int
+    first_padding: int
+    pool_padding: int
+    hidden: int
+    """Features of fc6 and fc7."""
+
+    def side_after_pool5(self, image_size: int) -> int:
+        side = (image_size + 2 * self.first_padding - self.first_kernel) // self.first_stride + 1
+        for _ in range(3):
+            side = (side + 2 * self.pool_padding - 3) // 2 + 1
+        return side
+
+
+_BIG = _Shape((96, 256, 384, 384, 256), first_kernel=11, first_stride=4, first_padding=0, pool_padding=0, hidden=4096)
+_SMALL = _Shape((32, 64, 96, 96, 64), first_kernel=5, first_stride=1, first_padding=2, pool_padding=1, hidden=512)
+
+
+class AlexNetBN(nn.Sequential):
+    """The layers in order, named as in the paper, so that parameters are `conv1.weight` ... `fc8.bias`."""
+
+    def __init__(self, num_classes: int, shape: _Shape, image_size: int, bn5: bool, dropout: float) -> None:
+        side = shape.side_after_pool5(image_size)
+        if side < 1:
+            raise ValueError(f"image_size={image_size} leaves nothing after pool5: use larger images or a smaller net")
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        before = 3
+        for number, width in enumerate(shape.widths, start=1):
+            if number == 1:
+                conv = nn.Conv2d(before, width, shape.first_kernel, shape.first_stride, shape.first_padding)
+            else:
+                kernel = 5 if number == 2 else 3
+                conv = nn.Conv2d(before, width, kernel, padding=kernel // 2)
+            layers[f"conv{number}"] = conv
+            layers[f"relu{number}"] = nn.ReLU(inplace=True)
+            if number in (1, 2, 5):
+                layers[f"pool{number}"] = nn.MaxPool2d(3, stride=2, padding=shape.pool_padding)
+            if number < 5 or bn5:
+                layers[f"bn{number}"] = nn.BatchNorm2d(width)
+            before = width
+        layers["flatten"] = nn.Flatten()
+        before *= side * side
+        for number in (6, 7):
+            layers[f"fc{number}"] = nn.Linear(before, shape.hidden)
+            layers[f"relu{number}"] = nn.ReLU(inplace=True)
+            layers[f"drop{number}"] = nn.Dropout(dropout)
+            before = shape.hidden
+        layers["fc8"] = nn.Linear(before, num_classes)
+        super().__init__(layers)
+        self.image_size = image_size
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        for layer in self:
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                assert layer.bias is not None
+                nn.init.zeros_(layer.bias)
+        nn.init.normal_(self.get_parameter("fc8.weight"), std=0.01)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-2:] != (self.image_size, self.image_size):
+            height, width = input.shape[-2:]
+            raise ValueError(
+                f"images of {height} x {width} pixels in an AlexNet made for {self.image_size} x {self.image_size}: "
+                "give the model and the data the same image_size"
+            )
+        return super().forward(input)
+
+
+def alexnet_bn(num_classes: int = 1000, *, image_size: int = 227, bn5: bool = True, dropout: float = 0.5) -> AlexNetBN:
+    """The paper's AlexNet, without groups: 26 tensors, 62,381,096 parameters at 1000 classes.
+
+    Args:
+        num_classes: outputs.
+        image_size: pixels, 67 at least; the weights of fc6 depend on it.
+        bn5: the batch norm after pool5.
+        dropout: after fc6 and fc7.
+    """
+    return AlexNetBN(num_classes, _BIG, image_size, bn5, dropout)
+
+
+def alexnet_bn_small(
+    num_classes: int = 10, *, image_size: int = 32, bn5: bool = True, dropout: float = 0.5
+) -> AlexNetBN:
+    """The same layers with a third of the channels, for images of 8 to 64 pixels: 1.0 M parameters at 32.
+
+    Args:
+        num_classes: outputs.
+        image_size: pixels; the weights of fc6 depend on it.
+        bn5: the batch norm after pool5.
+        dropout: after fc6 and fc7.
+    """
+    return AlexNetBN(num_classes, _SMALL, image_size, bn5, dropout)

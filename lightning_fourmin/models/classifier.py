@@ -1,0 +1,169 @@
+"""`ImageClassifier`: a net, its loss and metrics, and the large-batch recipe as a LightningModule."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+from lightning_fourmin.lars import LARS
+from lightning_fourmin.models import build_model
+from lightning_fourmin.recipe import GlobalBatch, PolySchedule, RatePlan, Schedule, param_groups
+
+# MLPerf's recipe for a batch of 4096, scaled to the batch of the run.
+DEFAULT_OPTIMIZER = partial(LARS, lr=10.0)
+DEFAULT_SCHEDULE = PolySchedule(base_batch=4096, warmup_epochs=5)
+
+
+class ImageClassifier(LightningModule):
+    """Classifies images; for any data module or loader whose batches are (images, labels), and any strategy.
+
+    Logs `train/loss` and `lr` in training, and `val/loss`, `val/top1`, `val/top5` over all samples of all ranks, each
+    counted once, however unequal the batches (`test/...` likewise).
+
+    Args:
+        model: name of a net in `lightning_fourmin.models.MODELS`, or a net of your own.
+        num_classes: labels are below it.
+        model_options: arguments of the named net, such as `{"bn5": False}`.
+        optimizer: makes an optimizer of parameter groups; None: LARS with MLPerf's rate.
+        weight_decay: of weights; biases and norm layers have none, and no trust ratio.
+        schedule: the rate of each step; None: that of MLPerf's recipe, in proportion to the batch.
+        label_smoothing: 0 to 1, in training.
+        channels_last: memory format of the net and its images.
+        compile: whether torch compiles the net.
+    """
+
+    def __init__(
+        self,
+        model: str | nn.Module = "alexnet_bn",
+        num_classes: int = 1000,
+        *,
+        model_options: dict[str, Any] | None = None,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+        weight_decay: float = 2e-4,
+        schedule: Schedule | None = None,
+        label_smoothing: float = 0.0,
+        channels_last: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise ValueError(f"num_classes={num_classes} must be at least 2")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
+        if isinstance(model, nn.Module):
+            if model_options:
+                raise ValueError("model_options are for nets by name, but model is a net: build it with its options")
+            self.save_hyperparameters(ignore=["model", "optimizer", "schedule"], logger=False)
+            self.net = model
+        else:
+            self.save_hyperparameters(ignore=["optimizer", "schedule"], logger=False)
+            self.net = build_model(model, num_classes, **(model_options or {}))
+        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.net.to(memory_format=self._memory_format)
+        self._optimizer, self._schedule = optimizer or DEFAULT_OPTIMIZER, schedule or DEFAULT_SCHEDULE
+        self._weight_decay, self._label_smoothing, self._compile = weight_decay, label_smoothing, compile
+        self.rate_plan: RatePlan | None = None
+        """Known when training starts, since only then the number of steps is."""
+        self.eval_loss = MeanMetric()
+        self.top1, self.top5 = (
+            # With fewer classes top-5 is 1, as the definition has it.
+            MulticlassAccuracy(num_classes, top_k=min(k, num_classes), average="micro", validate_args=False)
+            for k in (1, 5)
+        )
+
+    @override
+    def setup(self, stage: str) -> None:
+        # Not the whole module: `self.log` cannot be compiled. Here, since pickling to spawned ranks undoes it.
+        if self._compile:
+            self.net.compile()
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.net(images.contiguous(memory_format=self._memory_format))
+        return scores
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = cross_entropy(self(images), labels, label_smoothing=self._label_smoothing)
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores: Tensor = self(batch if isinstance(batch, Tensor) else batch[0])
+        return scores
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        images, labels = batch
+        scores = self(images)
+        # Metric objects add up counts over ranks: batches of unequal size weigh what they hold.
+        self.eval_loss(cross_entropy(scores, labels), weight=len(labels))
+        self.top1(scores, labels)
+        self.top5(scores, labels)
+        self.log(f"{stage}/loss", self.eval_loss)
+        self.log(f"{stage}/top1", self.top1, prog_bar=True)
+        self.log(f"{stage}/top5", self.top5)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self._optimizer(param_groups(self.net, self._weight_decay))
+        scheduler = LambdaLR(optimizer, lambda step: self._lr_factor(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _lr_factor(self, step: int) -> float:
+        return 1.0 if self.rate_plan is None else self.rate_plan.lr(step) / self.rate_plan.base_lr
+
+    @override
+    def on_train_start(self) -> None:
+        """Plans the rates; not earlier: asking Lightning for the number of steps before would lose a resumed epoch."""
+        optimizer, scheduler = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        assert isinstance(scheduler, LambdaLR)
+        base_lr = optimizer.param_groups[0]["initial_lr"]
+        steps_per_epoch, total_steps = self._num_steps()
+        self.rate_plan = self._schedule.plan(base_lr, self._global_batch(), steps_per_epoch, total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self._lr_factor(scheduler.last_epoch)
+        rank_zero_info("\n".join(self.rate_plan.in_words()))
+
+    def _num_steps(self) -> tuple[float, int]:
+        """Steps of the optimizer an epoch, which may be infinite, and in the run."""
+        trainer = self.trainer
+        per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+        if per_epoch < math.inf:
+            # An epoch ends with a step, whatever has accumulated by then.
+            per_epoch = math.ceil(per_epoch)
+        total = math.inf if trainer.max_epochs in (None, -1) else per_epoch * trainer.max_epochs
+        if trainer.max_steps != -1:
+            total = min(total, trainer.max_steps)
+        if total == math.inf:
+            raise ValueError("the schedule needs to know how many steps the run has: give the Trainer max_steps")
+        return per_epoch, int(total)
+
+    def _global_batch(self) -> GlobalBatch | None:
+        trainer = self.trainer
+        for source in (getattr(trainer, "datamodule", None), trainer.train_dataloader):
+            if isinstance(size := getattr(source, "batch_size", None), int):
+                return GlobalBatch(size, trainer.world_size, trainer.accumulate_grad_batches)
+        return None

@@ -1,0 +1,5 @@
+"""What is wrong with a plan, in words for its user."""
+
+
+class PlanError(ValueError):
+    """A prediction that cannot be made; the text names the field and says what to do."""

@@ -1,0 +1,92 @@
+"""The curves of a run: `metrics.csv` as Lightning's CSVLogger writes it."""
+
+import csv
+import io
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lightning_fourmin.report.run_files import RunError
+
+METRICS_NAME = "metrics.csv"
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One logged value by rising step; values that are not finite are counted, not kept."""
+
+    steps: Array
+    values: Array
+    num_bad: int = 0
+    first_bad_step: int | None = None
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.values))
+
+    def at(self, steps: Array) -> "Series":
+        """The values at those of `steps` that were logged."""
+        places = np.isin(self.steps, steps)
+        return Series(self.steps[places], self.values[places])
+
+    def times(self, other: "Series") -> "Series":
+        """The product at the steps that both have."""
+        mine, theirs = self.at(other.steps), other.at(self.steps)
+        return Series(mine.steps, mine.values * theirs.values)
+
+    def thinned(self, num_bins: int = 250) -> "Series":
+        """The least and the largest value of each of `num_bins` stretches: no peak is lost."""
+        if len(self.steps) <= 2 * num_bins:
+            return self
+        kept: set[int] = set()
+        for places in np.array_split(np.arange(len(self.steps)), num_bins):
+            kept |= {int(places[self.values[places].argmin()]), int(places[self.values[places].argmax()])}
+        order = sorted(kept)
+        return Series(self.steps[order], self.values[order])
+
+    def averaged(self, num_bins: int = 50) -> "Series":
+        """The mean of each of `num_bins` stretches."""
+        steps, values = np.array_split(self.steps, num_bins), np.array_split(self.values, num_bins)
+        return Series(np.array([part.mean() for part in steps]), np.array([part.mean() for part in values]))
+
+
+Metrics = dict[str, Series]
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """Every column with at least one number, by name; empty where nothing was logged."""
+    path = folder / METRICS_NAME
+    text = path.read_text() if path.is_file() else ""
+    # A run that is still going may be writing its last line: half a number is a wrong number.
+    rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
+    names = next(rows, [])
+    if names and "step" not in names:
+        raise RunError(f"{path} has no column step: Lightning's CSVLogger did not write it")
+    # A resumed run logs some steps again: the later row is the one that counts.
+    columns: dict[str, dict[int, float]] = defaultdict(dict)
+    for number, row in enumerate(rows, start=2):
+        cells = {name: cell for name, cell in zip(names, row, strict=False) if cell}
+        name = "step"
+        try:
+            step = int(cells.pop(name))
+            for name, cell in cells.items():
+                columns[name][step] = float(cell)
+        except (KeyError, ValueError) as error:
+            raise RunError(f"{path}, line {number}: column {name} holds no number ({error})") from error
+    series = {name: _series(points) for name, points in columns.items()}
+    return {name: one for name, one in series.items() if len(one.steps) or one.num_bad}
+
+
+def _series(points: dict[int, float]) -> Series:
+    good = sorted((step, value) for step, value in points.items() if math.isfinite(value))
+    bad = sorted(step for step, value in points.items() if not math.isfinite(value))
+    table = np.array(good, dtype=np.float64).reshape(-1, 2)
+    return Series(table[:, 0], table[:, 1], len(bad), bad[0] if bad else None)

@@ -1,0 +1,55 @@
+"""Numbers and texts as a page shows them."""
+
+import re
+from datetime import datetime
+
+_TERMINAL_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def printable(text: str) -> str:
+    """Without the characters that HTML and XML cannot hold, such as the colours of a terminal."""
+    return _CONTROL.sub("\ufffd", _TERMINAL_COLORS.sub("", text).replace("\r\n", "\n"))
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def whole(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def rounded(number: float) -> str:
+    """Three digits that count, without an exponent where people would not write one."""
+    if number and not 1e-3 <= abs(number) < 1e6:
+        return f"{number:.2e}"
+    places = 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2 if abs(number) >= 1 else 3
+    return f"{number:,.{places}f}"
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.{0 if num_bytes >= 100 or unit == 'B' else 1}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def moment(text: str) -> str:
+    """An ISO 8601 time for people; anything else as it is."""
+    try:
+        return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z").strip()
+    except ValueError:
+        return text
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

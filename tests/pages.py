@@ -1,0 +1,73 @@
+"""Reads a page of HTML as a browser does: elements, their texts, tables."""
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+@dataclass
+class Element:
+    tag: str
+    attributes: dict[str, str]
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.parts).split())
+
+
+class Page(HTMLParser):
+    """All elements in the order in which they begin; each text belongs to all elements around it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text()
+        self.elements: list[Element] = []
+        self._open: list[Element] = []
+        self.feed(self.source)
+        self.close()
+        assert not self._open, f"never closed: {[element.tag for element in self._open]}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = Element(tag, {name: value or "" for name, value in attrs})
+        self.elements.append(element)
+        if tag not in VOID:
+            self._open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"nothing is open, but </{tag}> closes it"
+        assert self._open[-1].tag == tag, f"<{self._open[-1].tag}> is open, but </{tag}> closes it"
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        for element in self._open:
+            element.parts.append(data)
+
+    def all(self, tag: str, kind: str | None = None) -> list[Element]:
+        """The elements of a tag, or those of a class among them."""
+        return [e for e in self.elements if e.tag == tag and (kind is None or kind in e.attributes.get("class", ""))]
+
+    @property
+    def text(self) -> str:
+        return self.all("body")[0].text
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The headline figures by name."""
+        names = [e.text for e in self.all("dt")]
+        values = [e.text for e in self.all("div", "value")]
+        return dict(zip(names, values, strict=False))
+
+    @property
+    def svgs(self) -> list[ET.Element]:
+        """The pictures, as a strict XML parser sees them."""
+        return [ET.fromstring(text) for text in re.findall(r"<svg .*?</svg>", self.source, re.DOTALL)]

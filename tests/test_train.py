@@ -1,0 +1,126 @@
+"""`fourmin train` as users run it: folders, sweeps, Ctrl-C and resume, and mistakes that end with a sentence."""
+
+import csv
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_launchers import running
+
+Fourmin = Callable[..., tuple[int, str, str]]
+# One rank's work of a second or so.
+SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1", "data.num_workers=0"]
+
+
+def record(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return content
+
+
+def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
+    code, output, errors = fourmin("train", "-m", "optim.lr=4,-1", "trainer.devices=1,2", *SHORT)
+    # A failed job does not end the sweep, but the command says in the end that there was one.
+    assert code == 1, errors
+    assert "Traceback" not in output + errors
+    (sweep,) = (tmp_path / "runs" / "sweeps").iterdir()
+    jobs = [record(sweep / str(number)) for number in range(4)]
+    assert [job["status"] for job in jobs] == ["done", "done", "failed", "failed"]
+    for job, rate, devices in zip(jobs, (4, 4, -1, -1), (1, 2, 1, 2), strict=True):
+        assert job["overrides"][:2] == [f"optim.lr={rate}", f"trainer.devices={devices}"]
+        if rate < 0:
+            assert job["error"] == "lr of param group 0 must be a finite number of at least 0, got -1"
+            assert job["summary"]["top1"] is None
+        else:
+            assert job["world_size"] == job["summary"]["N"] == devices
+            assert job["summary"]["steps"] == 3
+            assert job["arithmetic"][0].startswith(f"Global batch: 32 a rank x {devices} rank")
+    for number in range(4):
+        assert (sweep / str(number) / "report.html").is_file()
+        assert (sweep / str(number) / "config.yaml").is_file()
+    assert (sweep / "1" / "checkpoints" / "best.ckpt").is_file()
+    with (sweep / "sweep.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 4
+    for name in ("sweep.md", "sweep.svg", "report.html"):
+        assert (sweep / name).is_file()
+    assert "2 of 4 jobs failed" in errors
+
+
+def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
+    command = ["-m", "lightning_fourmin.app", "train", "trainer.max_epochs=1000", *SHORT[1:]]
+    with running(command, tmp_path) as run:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("runs/digits/*/checkpoints/last.ckpt")):
+            assert run.process.poll() is None, run.output
+            assert time.monotonic() < deadline, run.output
+            time.sleep(0.1)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(60) == 130, run.output
+        assert run.left() == []
+        assert "Traceback" not in run.output
+    (folder,) = (tmp_path / "runs" / "digits").iterdir()
+    assert record(folder)["status"] == "interrupted"
+    where = os.path.relpath(folder, tmp_path)
+    assert f"fourmin train: interrupted; `resume={where}` goes on after the last epoch" in run.output
+    num_epochs = record(folder)["summary"]["epochs"]
+    code, output, errors = fourmin("train", "resume=true", f"trainer.max_epochs={num_epochs + 2}", *SHORT[1:])
+    assert code == 0, errors
+    (resumed,) = (path for path in (tmp_path / "runs" / "digits").iterdir() if path != folder)
+    with (resumed / "metrics.csv").open() as file:
+        epochs = {int(row["epoch"]) for row in csv.DictReader(file) if row["epoch"]}
+    # Ctrl-C came some time after a checkpoint was written.
+    assert max(epochs) == num_epochs + 1
+    assert 0 < min(epochs) <= num_epochs
+    assert "top-1" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optim.lrr=1"], "there is no key optim.lrr: did you mean optim.lr?; `fourmin train --help` lists the keys"),
+        (["batch_size=1"], "there is no key batch_size: did you mean data.batch_size?; "),
+        (["experimnt=digits"], "there is no key experimnt: did you mean experiment?; "),
+        (
+            ["experiment=digit"],
+            "experiment=digit is not known: did you mean digits?; experiment is one of cifar10_alex",
+        ),
+        (["model=alexnet"], "model=alexnet is not known: did you mean alexnet_bn?; model is one of alexnet_bn, "),
+        (["data=shards"], "data.path: not given"),
+        (["data=cifar10"], "shards/cifar10/index.json does not exist: pack the shards with `fourmin pack`"),
+        (["trainer.devices=0"], "trainer.devices=0 must be a number of ranks, 1 or more"),
+        (
+            ["trainer=torchrun"],
+            "trainer.devices: Environment variable 'LOCAL_WORLD_SIZE' not found: start the ranks with",
+        ),
+        (["global_batch=100"], "global_batch=100 is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
+        (["resume=true"], "resume=true, but no run in runs/digits has a checkpoint: train without resume first"),
+        (
+            ["resume=nowhere"],
+            "resume=nowhere: nowhere does not exist; give the folder of a run, or true for the newest",
+        ),
+        (["data.batch_size=0"], "batch_size=0 must be at least 1"),
+        (["metric=accuracy"], "metric=accuracy is not known"),
+    ],
+)
+def test_mistakes_end_with_a_sentence(fourmin: Fourmin, arguments: list[str], message: str) -> None:
+    code, output, errors = fourmin("train", *arguments)
+    assert code == 1
+    assert errors.startswith(f"fourmin train: {message}")
+    assert "Traceback" not in output + errors
+
+
+def test_missing_shards_say_how_to_pack_them(fourmin: Fourmin) -> None:
+    _, _, errors = fourmin("train", "experiment=cifar10_alexnet")
+    assert "`fourmin pack src=FOLDER out=shards/cifar10 split=train`, then the same with split=val" in errors
+
+
+def test_help_lists_groups_and_keys(fourmin: Fourmin) -> None:
+    code, output, _ = fourmin("train", "--help")
+    assert code == 0
+    assert output.startswith("fourmin train is powered by Hydra.")
+    assert "experiment: cifar10_alexnet, cifar10_resnet, digits, imagenet_alexnet_64k" in output
