@@ -4,6 +4,8 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fourmin.callbacks.finite_check import FiniteCheck
+from lightning_fourmin.callbacks.preemption import PreemptionCheckpoint
 from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.data.datamodule import ShardDataModule
@@ -16,9 +18,11 @@ from lightning_fourmin.strategy import FourMinStrategy
 __version__ = version("lightning-fourmin")
 __all__ = [
     "LARS",
+    "FiniteCheck",
     "FourMinPrecision",
     "FourMinStrategy",
     "ImageClassifier",
+    "PreemptionCheckpoint",
     "ScalingMonitor",
     "ShardDataModule",
     "TrustRatioMonitor",

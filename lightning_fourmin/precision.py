@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_fourmin.half_kernels import HalfKernels, needs_half_kernels
 from lightning_fourmin.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
+from lightning_fourmin.non_finite import BadStep, all_finite, losses_of_ranks
 from lightning_fourmin.norm_layers import keep_norms_in_fp32
 from lightning_fourmin.stand_ins import StandIns
 
@@ -62,6 +63,8 @@ class FourMinPrecision(HalfPrecision):
         self._stand_ins: StandIns | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
+        self._first_bad: BadStep | None = None
+        """The first of the steps in a row that were skipped up to now."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -134,44 +137,39 @@ class FourMinPrecision(HalfPrecision):
     ) -> Any:
         assert self._stand_ins is not None
         result = closure()
-        finite = _all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
+        finite = all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
         if finite:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
             self._stand_ins.refresh()
+            self._first_bad = None
         else:
+            self._first_bad = self._first_bad or BadStep.examine(model, optimizer)
             # Schedulers count a skipped step like any other; without this the first one makes torch warn.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self.loss_scale.update(finite)
-        self._report(model, optimizer)
+        self._report(model)
         return result
 
-    def _report(self, model: LightningModule, optimizer: Optimizer) -> None:
+    def _report(self, model: LightningModule) -> None:
         scale = self.loss_scale
         if not model.trainer.barebones:
             model.log("fourmin/loss_scale", scale.value, on_step=True, on_epoch=False)
             model.log("fourmin/skipped_steps", float(scale.skipped_steps), on_step=True, on_epoch=False)
         if scale.exhausted:
-            raise RuntimeError(self._describe_overflow(model, optimizer))
+            raise RuntimeError(self._describe_overflow(model))
         if scale.skips_in_a_row == PATIENCE // 2:
             rank_zero_warn(
                 f"{PATIENCE // 2} steps in a row were skipped: their gradients are not finite; the loss scale is now "
                 f"{scale.value:g}"
             )
 
-    def _describe_overflow(self, model: LightningModule, optimizer: Optimizer) -> str:
-        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        bad = [
-            name
-            for name, parameter in model.named_parameters()
-            if parameter in mine and parameter.grad is not None and not parameter.grad.isfinite().all()
-        ]
-        first = bad[0] if bad else "a parameter outside of the module"
-        loss = "unknown" if self._loss is None else f"{self._loss.item():g}"
+    def _describe_overflow(self, model: LightningModule) -> str:
         return (
-            f"gradients were not finite in {self.loss_scale.skips_in_a_row} steps in a row, the last with loss scale "
-            f"{self.loss_scale.value:g} and loss {loss} on this rank; the first such gradient is that of {first!r}: "
-            "look for bad data or a diverging loss, lower the learning rate, or try dtype='bf16' or precision='32-true'"
+            f"gradients were not finite in {self.loss_scale.skips_in_a_row} steps in a row, the first at "
+            f"{self._first_bad}, the last with loss scale {self.loss_scale.value:g}; "
+            f"{losses_of_ranks(model.trainer, self._loss)}: look for bad data or a diverging loss, lower the learning "
+            "rate, or try dtype='bf16' or precision='32-true'"
         )
 
     def _scale_gradients(self, factor: float) -> None:
@@ -197,17 +195,9 @@ class FourMinPrecision(HalfPrecision):
     def teardown(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._module, self._stand_ins, self._hooks, self._loss = None, None, [], None
+        self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, None
         self._kernels = nullcontext()
         super().teardown()
-
-
-def _all_finite(gradients: list[Tensor]) -> bool:
-    if not gradients:
-        return True
-    found = torch.zeros((), device=gradients[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
-    return not found.item()
 
 
 def _check_loss_scale(dtype: str, loss_scale: float | str) -> None:

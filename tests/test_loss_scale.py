@@ -78,7 +78,10 @@ def test_overflowed_steps_change_nothing(tmp_path: Path) -> None:
 def test_never_finite_is_an_error(arguments: dict[str, Any], scale: str) -> None:
     net = seeded(NeverFinite)
     before = weights(net)
-    text = rf"17 steps in a row, the last with loss scale {scale} and loss nan on this rank; .* of 'conv.weight': look"
+    text = (
+        r"17 steps in a row, the first at global_step 0 of epoch 0 \('head.bias' first; all gradients, so it began "
+        rf".*\), the last with loss scale {scale}; the loss is nan on rank 0: look"
+    )
     with (
         pytest.warns(UserWarning, match="8 steps in a row were skipped: their gradients are not finite"),
         pytest.raises(RuntimeError, match=text),

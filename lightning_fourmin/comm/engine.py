@@ -138,6 +138,16 @@ class Engine:
         if self._error is not None:
             raise self._error
 
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error and releases whoever waits: an unset future would block backward for ever."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            waiting = list(self._under_way)
+            self._under_way.clear()
+        for bucket in waiting:
+            bucket.complete()
+
     def close(self) -> None:
         """Stops the threads; one that is still blocked in the backend after a bounded wait is left as a daemon."""
         if self._stall_watch is not None:
@@ -202,7 +212,7 @@ class Engine:
                 self._advance(piece, stage, first=stage == self._stages[0])
         except BaseException as error:
             self._explain(error, *self._busy[stage])
-            self._fail(error)
+            self.fail(error)
         self._busy.pop(stage)
         piece.queued_ns = now_ns()
 
@@ -298,13 +308,3 @@ class Engine:
                 bucket.times.done = self.meter.stamp()
             if waited_for:
                 bucket.complete()
-
-    def _fail(self, error: BaseException) -> None:
-        """Keeps the first error and releases whoever waits: an unset future would block backward for ever."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-            waiting = list(self._under_way)
-            self._under_way.clear()
-        for bucket in waiting:
-            bucket.complete()

@@ -33,18 +33,22 @@ class _Rate(ProgressColumn):
         return Text(f"{task.speed or 0:,.0f}/s")
 
 
-def _start_worker(num_done: "Synchronized[int]") -> None:
-    global _num_done
-    _num_done = num_done
+def end_with_parent() -> None:
+    """Called in a worker: it ends as soon as its parent is killed, instead of waiting for its next task."""
 
-    def end_with_parent() -> None:
+    def wait() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
         os._exit(1)
 
-    # A worker of a parent that was killed would wait for its next task for ever.
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _start_worker(num_done: "Synchronized[int]") -> None:
+    global _num_done
+    _num_done = num_done
+    end_with_parent()
 
 
 def run_tasks(

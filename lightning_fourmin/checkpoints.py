@@ -1,0 +1,123 @@
+"""Checkpoint files that are whole or not there: written beside the target, synced, renamed; checked when they load."""
+
+import fcntl
+import io
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from typing_extensions import override
+
+PART = ".fourmin-part"
+
+
+class CheckpointError(Exception):
+    """A checkpoint that could not be saved or is not one; the text says which and what to do."""
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Saves so that a kill, a full disk or a power cut leaves the checkpoints before it as they were.
+
+    Lightning's own stages the file in the system's temporary directory: on another disk than the target the last step
+    is a copy, which can stop half way. Addresses such as s3:// are left to Lightning; object stores publish whole
+    objects.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if not _is_local_file_protocol(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        # In memory first: torch.save hides the reason when a write fails.
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        try:
+            _publish(content.getbuffer(), _local(path))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} could not be saved ({error.strerror}): make room or give a directory that can be written, "
+                "then resume; the checkpoints that are there are whole"
+            ) from error
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads without running code from the file unless `weights_only=False`, also where Lightning would (http)."""
+        refusal = CheckpointError(
+            f"{path} is not a whole checkpoint of Lightning: it was cut short, damaged, or is another kind of file; "
+            "resume from another one"
+        )
+        if _is_local_file_protocol(path) and not _is_whole(_local(path)):
+            raise refusal
+        try:
+            checkpoint = super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+        except (RuntimeError, UnpicklingError) as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            if found is None:
+                raise refusal from error
+            raise CheckpointError(
+                f"{path} holds a {found[1]}, and loading that could run code: if you trust the file, pass "
+                "weights_only=False to the Trainer's method"
+            ) from None
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise refusal
+        return checkpoint
+
+
+def _local(path: str | Path) -> Path:
+    return Path(get_filesystem(path)._strip_protocol(str(path)))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file, if there is one, is an archive with the right checksums, which torch leaves unread."""
+    if not path.is_file():
+        return True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, OSError):
+        return False
+
+
+def _publish(content: memoryview, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path.parent)
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    try:
+        with partial.open("wb", buffering=0) as file:
+            with suppress(OSError):  # some network file systems have no locks; there leftovers stay
+                fcntl.flock(file, fcntl.LOCK_EX)
+            while content:
+                content = content[file.write(content) :]
+            os.fsync(file.fileno())
+            partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    # The new name itself is on disk once the directory is.
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what a killed process was writing; what a living one writes is locked."""
+    for leftover in folder.glob(f".*{PART}"):
+        with suppress(OSError), leftover.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()

@@ -1,0 +1,52 @@
+"""A fit in which one rank is killed: which one, when and in what phase is drawn from a seed."""
+
+import os
+import random
+import signal
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fourmin import FourMinStrategy
+from lightning_fourmin.comm.algorithms import ALGORITHMS
+from parity import Net, images
+from ranks import current_case
+from training import rank_trainer
+
+NUM_STEPS = 1000
+"""More than are done before the kill."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """Who dies, in which step, how long after it has begun, and the all-reduce that is under way."""
+
+    rank: int
+    step: int
+    delay_s: float
+    algorithm: str
+
+    @classmethod
+    def draw(cls, seed: int, world: int) -> "Death":
+        rng = random.Random(seed)
+        return cls(rng.randrange(world), rng.randrange(8), rng.uniform(0, 0.05), rng.choice(("hybrid", *ALGORITHMS)))
+
+
+class Mortal(Net):
+    def __init__(self, death: Death) -> None:
+        super().__init__()
+        self._death = death
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == self._death.rank and batch_idx == self._death.step:
+            threading.Timer(self._death.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return super().training_step(batch, batch_idx)
+
+
+def fit_until_a_rank_dies(seed: int) -> None:
+    death = Death.draw(seed, current_case().world)
+    torch.manual_seed(1)
+    strategy = FourMinStrategy(algorithm=death.algorithm, fusion_mb=0.1)
+    rank_trainer(strategy, max_epochs=1).fit(Mortal(death), images(NUM_STEPS))

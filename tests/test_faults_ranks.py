@@ -1,0 +1,68 @@
+"""A rank that is killed: the others end soon, with an error that names it; nothing is left behind."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from dying import Death, fit_until_a_rank_dies
+from lightning_fourmin import FourMinStrategy
+from parity import Net, images
+from pool import RankFailure, RankPool
+from ranks import current_case
+from training import rank_trainer
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.mark.parametrize(("nodes", "seed"), [((2,), 1), ((1, 1), 2), ((2, 2), 3)])
+def test_survivors_name_the_rank_that_was_killed(ranks: RankPool, nodes: tuple[int, ...], seed: int) -> None:
+    check_survivors(ranks, nodes, seed)
+
+
+def check_survivors(ranks: RankPool, nodes: tuple[int, ...], seed: int) -> None:
+    world, before = sum(nodes), shared_memory()
+    victim = Death.draw(seed, world).rank
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(fit_until_a_rank_dies, seed, nodes=nodes, timeout=60)
+    text = str(caught.value)
+    assert f"rank {victim} died with exit code -9" in text
+    named = re.findall(r"^[\w.]+: (rank.* gone): killed, stopped, or on a machine that does not", text, re.MULTILINE)
+    assert named == [f"rank {victim} is gone"] * (world - 1), text
+    assert shared_memory() == before
+
+
+class Faulty(Net):
+    def on_train_batch_end(self, *args: object) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 2:
+            raise ValueError("a bug of the user")
+
+
+def fit_with_a_bug() -> tuple[str, list[str]]:
+    try:
+        rank_trainer(FourMinStrategy(), max_epochs=1).fit(Faulty(), images(100))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", [t.name for t in threading.enumerate() if "roll" in t.name]
+    return "no error", []
+
+
+def test_survivors_say_what_went_wrong_on_another_rank(ranks: RankPool) -> None:
+    answers = ranks.run(fit_with_a_bug, nodes=(2, 1))
+    texts = [text for text, _ in answers]
+    assert texts[1] == "ValueError: a bug of the user"
+    for text in (texts[0], texts[2]):
+        assert "rank 1 failed: ValueError: a bug of the user; resume from the last checkpoint [" in text
+    assert [threads for _, threads in answers] == [[]] * 3
+
+
+def clean_fit() -> list[str]:
+    trainer = rank_trainer(FourMinStrategy(), max_steps=2)
+    trainer.fit(Net(), images(2))
+    return [t.name for t in threading.enumerate() if t.name.startswith("fourmin")] + [str(current_case().rank)]
+
+
+def test_no_thread_outlives_a_fit(ranks: RankPool) -> None:
+    assert ranks.run(clean_fit, world=2) == [["0"], ["1"]]
