@@ -132,7 +132,7 @@ def throughput(folder: Path, images: list[bytes]) -> tuple[dict[str, list[float]
     }
     rows = [[names[name], str(estimate(values))] for name, values in rates.items()]
     lines = [
-        f"Images a second of CPU time (which here is wall time) of one process with one thread, to {SIZE} px train "
+        f"Images a second of CPU time of one process with one thread, to {SIZE} px train "
         f"crops in batches of {BATCH_SIZE}; {len(images)} images from the page cache, the same for all, {NUM_ROUNDS} "
         "rounds alternated, medians [95 %]:",
         "",

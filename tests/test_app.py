@@ -1,6 +1,8 @@
 """The command line: verbs as users type them, errors as one sentence and exit code 1."""
 
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import hydra
@@ -8,6 +10,8 @@ import pytest
 
 from lightning_fourmin.app.verb import CONF
 from lightning_fourmin.data.datamodule import ShardDataModule
+from lightning_fourmin.data.pack import PackOptions
+from lightning_fourmin.data.verify import VerifyOptions
 from runs import write_run
 from shards import jpeg
 
@@ -21,7 +25,7 @@ def test_pack_and_verify(fourmin: Fourmin, tmp_path: Path) -> None:
             (tmp_path / "images" / name / f"{number}.jpg").write_bytes(jpeg(9, 9, number))
     code, output, errors = fourmin("pack", "src=images", "out=shards", "shard_count=2", "num_workers=1")
     assert code == 0, errors
-    assert output == "shards: split train has 6 images in 2 shards, 0.0 MB\n"
+    assert output == "shards: split train has 6 images of 2 classes in 2 shards, 0.0 MB\n"
     assert "6/6" in errors
     code, output, _ = fourmin("verify", "path=shards", "decode=true", "num_workers=1")
     assert (code, output) == (0, "split train: 6 samples in 2 shards, 0.0 MB\nno faults\n")
@@ -82,10 +86,13 @@ def test_help(fourmin: Fourmin) -> None:
     code, output, _ = fourmin()
     assert code == 0
     assert "pack     image folder -> tar shards with an index" in output
-    code, output, _ = fourmin("verify", "--help")
-    assert code == 0
-    assert output.startswith("fourmin verify is powered by Hydra.")
-    assert "decode: false" in output
+    for verb, options in (("pack", PackOptions), ("verify", VerifyOptions)):
+        code, output, _ = fourmin(verb, "--help")
+        assert code == 0
+        assert f"Example: fourmin {verb} " in output
+        for field in fields(options):
+            assert re.search(rf"^{field.name} +\w", output, re.MULTILINE), field.name
+            assert f"\n{field.name}: " in output
     code, _, errors = fourmin("fly")
     assert code == 2
     assert "invalid choice: 'fly' (choose from 'train', 'pack', 'verify', " in errors

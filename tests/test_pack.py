@@ -232,3 +232,12 @@ def test_nothing_is_overwritten(images: Path, tmp_path: Path) -> None:
 def test_no_images(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="has no images: it must hold one folder a class"):
         pack(PackOptions(tmp_path, tmp_path / "out"))
+
+
+def test_a_folder_above_the_classes(images: Path, tmp_path: Path) -> None:
+    above = tmp_path / "above"
+    above.mkdir()
+    (above / "train").symlink_to(images)
+    message = f"no folder has images of its own, .* as train/cat/.*: pack a folder below, such as src={above}/train$"
+    with pytest.raises(ShardError, match=message):
+        pack(PackOptions(above, tmp_path / "out"))

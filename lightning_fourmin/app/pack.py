@@ -9,8 +9,9 @@ def main() -> None:
 
 
 def _pack(options: PackOptions) -> None:
-    split = pack(options)
+    index = pack(options)
+    split = index.splits[options.split]
     print(
-        f"{options.out}: split {options.split} has {split.num_samples:,} images in {len(split.shards)} shards, "
-        f"{split.num_bytes / 1e6:,.1f} MB"
+        f"{options.out}: split {options.split} has {split.num_samples:,} images of {len(index.classes):,} classes in "
+        f"{len(split.shards)} shards, {split.num_bytes / 1e6:,.1f} MB"
     )

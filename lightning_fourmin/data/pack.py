@@ -83,8 +83,8 @@ class _Task:
         return f"{self.options.split}-{self.number:06d}.tar"
 
 
-def pack(options: PackOptions) -> Split:
-    """Writes the shards that are not there yet, then the index; returns the split that was added to it."""
+def pack(options: PackOptions) -> Index:
+    """Writes the shards that are not there yet, then the index, to which the split is added."""
     index = read_index(str(options.out)) if (options.out / INDEX_NAME).exists() else Index((), {})
     if options.split in index.splits:
         raise ShardError(
@@ -114,9 +114,10 @@ def pack(options: PackOptions) -> Split:
         raise ShardError(f"{len(faults)} images cannot be read; repair or remove them, then pack again:\n  {shown}")
     results = [written[task.number] for task in tasks]
     split = Split(tuple(result.shard for result in results), ImageSizes.merged(result.sizes for result in results))
-    index.with_split(options.split, split, classes).write(options.out)
+    index = index.with_split(options.split, split, classes)
+    index.write(options.out)
     journal.remove()
-    return split
+    return index
 
 
 def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[str, ...], list[_Source]]:
@@ -137,6 +138,11 @@ def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[s
                 sources.append(_Source(relative, labels[name], about.st_size, about.st_mtime_ns))
     if not sources:
         raise ShardError(f"src={options.src} has no images: it must hold one folder a class with images in it")
+    if all(source.path.count("/") > 1 for source in sources):
+        raise ShardError(
+            f"src={options.src}: no folder has images of its own, they lie further down, as {sources[0].path}: pack a "
+            f"folder below, such as src={(options.src / sources[0].path).parents[1]}"
+        )
     return classes, [sources[place] for place in permutation(len(sources), options.seed)]
 
 

@@ -152,7 +152,9 @@ class TarCursor:
         end = self.offset + tarfile.BLOCKSIZE
         if block[156:157] == tarfile.XHDTYPE:
             extra = _name_and_size(block)
-            if extra is None or not _ONLY_TIMES.fullmatch(self._file.read(tarfile.BLOCKSIZE)):
+            if extra is None or not 0 < extra[1] <= tarfile.BLOCKSIZE:
+                return None
+            if not _ONLY_TIMES.fullmatch(self._file.read(tarfile.BLOCKSIZE)):
                 return None
             block = self._file.read(tarfile.BLOCKSIZE)
             end += 2 * tarfile.BLOCKSIZE
