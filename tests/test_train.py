@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from test_launchers import running
 
@@ -112,6 +113,15 @@ def test_mistakes_end_with_a_sentence(fourmin: Fourmin, arguments: list[str], me
     assert code == 1
     assert errors.startswith(f"fourmin train: {message}")
     assert "Traceback" not in output + errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu(fourmin: Fourmin) -> None:
+    code, _, errors = fourmin("train", "trainer=gpu")
+    assert code == 1
+    assert errors.startswith(
+        "fourmin train: trainer.devices=-1: GPUs requested but none are available. Without GPUs use"
+    )
 
 
 def test_missing_shards_say_how_to_pack_them(fourmin: Fourmin) -> None:
