@@ -96,7 +96,7 @@ def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
         (["trainer.devices=0"], "trainer.devices=0 must be a number of ranks, 1 or more"),
         (
             ["trainer=torchrun"],
-            "trainer.devices: Environment variable 'LOCAL_WORLD_SIZE' not found: start the ranks with",
+            "trainer.devices: LOCAL_WORLD_SIZE is not set; start the ranks with torchrun or srun, as",
         ),
         (["global_batch=100"], "global_batch=100 is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
         (["resume=true"], "resume=true, but no run in runs/digits has a checkpoint: train without resume first"),
