@@ -89,7 +89,11 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     seconds = round(time.monotonic() - start_s, 1)
     record = replace(RunRecord.read(folder), seconds=seconds, status=status, error=error)
     record.write(folder)
-    write_report(folder)
+    try:
+        write_report(folder)
+    except Exception as failure:
+        # A page that cannot be drawn does not undo a training.
+        print(f"fourmin train: no report: {message_of(failure)}", file=sys.stderr)
     return record
 
 
