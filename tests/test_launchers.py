@@ -27,8 +27,8 @@ class Run:
         self._output = directory / "output.txt"
         name, _, value = self._mark.partition("=")
         env = {key: text for key, text in os.environ.items() if key not in ("MASTER_PORT", "PL_GLOBAL_SEED")}
-        path = os.pathsep.join([str(TESTS), *filter(None, [env.get("PYTHONPATH")])])
-        env |= {name: value, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+        paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+        env |= {name: value, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
         env["OMP_NUM_THREADS"] = "1"
         with self._output.open("w") as output:
             self.process = subprocess.Popen(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from test_launchers import running
 
@@ -95,7 +96,7 @@ def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
         (["trainer.devices=0"], "trainer.devices=0 must be a number of ranks, 1 or more"),
         (
             ["trainer=torchrun"],
-            "trainer.devices: Environment variable 'LOCAL_WORLD_SIZE' not found: start the ranks with",
+            "trainer.devices: LOCAL_WORLD_SIZE is not set; start the ranks with torchrun or srun, as",
         ),
         (["global_batch=100"], "global_batch=100 is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
         (["resume=true"], "resume=true, but no run in runs/digits has a checkpoint: train without resume first"),
@@ -112,6 +113,15 @@ def test_mistakes_end_with_a_sentence(fourmin: Fourmin, arguments: list[str], me
     assert code == 1
     assert errors.startswith(f"fourmin train: {message}")
     assert "Traceback" not in output + errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu(fourmin: Fourmin) -> None:
+    code, _, errors = fourmin("train", "trainer=gpu")
+    assert code == 1
+    assert errors.startswith(
+        "fourmin train: trainer.devices=-1: GPUs requested but none are available. Without GPUs use"
+    )
 
 
 def test_missing_shards_say_how_to_pack_them(fourmin: Fourmin) -> None:

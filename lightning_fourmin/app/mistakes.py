@@ -44,7 +44,9 @@ def _keys(verb: str, folder: Path, wrong: str, arguments: Sequence[str]) -> list
         GlobalHydra.instance().clear()
         try:
             with initialize_config_dir(str(folder), version_base="1.3"):
-                return list(_walk(OmegaConf.to_container(compose(verb, overrides))))
+                config = compose(verb, overrides, return_hydra_config=True)
+            groups = [str(group) for group in config.hydra.runtime.choices]
+            return [*groups, *_walk(OmegaConf.to_container(config))]
         except HydraException:
             continue
     return []

@@ -1,5 +1,6 @@
 """From the composed config to the one that ranks get: values resolved, batch and checkpoint settled, data there."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,18 @@ def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
-    if missing := OmegaConf.missing_keys(config):
-        raise ConfigError(f"{', '.join(sorted(missing))}: not given")
     try:
+        missing = OmegaConf.missing_keys(config)
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        hint = ""
-        if "Environment variable" in str(error.msg):
-            hint = ": start the ranks with torchrun or srun, as examples/torchrun.md and examples/slurm.sh do"
-        raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}{hint}") from error
+        if variable := re.search(r"Environment variable '(\w+)' not found", str(error)):
+            raise ConfigError(
+                f"{error.full_key}: {variable[1]} is not set; start the ranks with torchrun or srun, as "
+                "examples/torchrun.md and examples/slurm.sh do"
+            ) from error
+        raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
+    if missing:
+        raise ConfigError(f"{', '.join(sorted(missing))}: not given")
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

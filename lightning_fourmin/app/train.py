@@ -33,14 +33,21 @@ def main() -> None:
     if external_rank():
         # The run's folder is rank 0's.
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
-    run_hydra("train", _job)
+    try:
+        run_hydra("train", _job)
+    except KeyboardInterrupt:
+        # Before or after the ranks.
+        sys.exit(INTERRUPTED)
 
 
 def _job(config: DictConfig) -> float:
     """One training; gives the metric to Hydra's sweepers, NaN if it failed."""
     hydra = HydraConfig.get()
-    if external_rank():
-        train(settled(config, Path(config.run_dir).absolute()))
+    if rank := external_rank():
+        try:
+            train(settled(config, Path(config.run_dir).absolute()))
+        except Exception as error:
+            give_up("train", f"rank {rank}: {message_of(error)}")
         return math.nan
     folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     overrides = tuple(hydra.overrides.task) if sweeping else ()
@@ -82,7 +89,11 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     seconds = round(time.monotonic() - start_s, 1)
     record = replace(RunRecord.read(folder), seconds=seconds, status=status, error=error)
     record.write(folder)
-    write_report(folder)
+    try:
+        write_report(folder)
+    except Exception as failure:
+        # A page that cannot be drawn does not undo a training.
+        print(f"fourmin train: no report: {message_of(failure)}", file=sys.stderr)
     return record
 
 

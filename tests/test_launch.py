@@ -1,0 +1,44 @@
+"""Ranks of `fourmin train` on this machine: who they are, and what the command hears of one that dies."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fourmin.app import launch
+from lightning_fourmin.app.launch import RankError, message_of, run_ranks
+
+
+def write_environment_then_die(config: dict[str, Any]) -> None:
+    """Rank 1 is killed while rank 0 waits for it."""
+    rank = int(os.environ["LOCAL_RANK"])
+    names = ("LOCAL_RANK", "MASTER_ADDR", "NODE_RANK", "WORLD_SIZE")
+    text = " ".join(f"{name}={os.environ.get(name)}" for name in names)
+    Path(config["folder"], f"rank{rank}.txt").write_text(f"{os.getpid()} {text}")
+    if rank == 1:
+        while not Path(config["folder"], "rank0.txt").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def test_a_killed_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    # What an earlier launcher may have left in the environment.
+    monkeypatch.setenv("NODE_RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    with pytest.raises(RankError, match="rank 1 ended with SIGKILL"):
+        run_ranks(write_environment_then_die, {"folder": str(tmp_path)}, 2)
+    for rank in range(2):
+        pid, *environment = (tmp_path / f"rank{rank}.txt").read_text().split()
+        assert environment == [f"LOCAL_RANK={rank}", "MASTER_ADDR=127.0.0.1", "NODE_RANK=None", "WORLD_SIZE=None"]
+        assert not Path("/proc", pid).exists()
+    assert os.environ["WORLD_SIZE"] == "9"
+
+
+def test_messages_of_errors() -> None:
+    assert message_of(ValueError("lr is bad")) == "lr is bad"
+    assert message_of(AssertionError()) == "AssertionError"
