@@ -55,7 +55,7 @@ def test_markdown_is_a_table_and_the_errors(sweep: Path) -> None:
     assert lines[4] == "The same in all jobs: trainer.devices=2, name=a\\|b."
     table = [line for line in lines if line.startswith("|")]
     assert table[0].startswith("| job | status | optim.lr | top-1 | top-5 | val. loss |")
-    assert table[2].startswith("| 0 | done | 0 | 97.8 % | 99.9 % | 0.081 |")
+    assert table[2].startswith("| 0 | done | 0 | 97.8 % | 99.9 % | 0.0812 |")
     assert table[3].startswith("| 1 | failed | 1 |  |")
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
     assert "    ValueError: <b>lr</b>" in lines
@@ -78,7 +78,7 @@ def test_page_has_all_jobs_side_by_side(sweep: Path) -> None:
     assert "They differ in optim.lr. All have trainer.devices=2, name=a|b." in page.text
     rows = [row.text for row in page.all("tr")]
     assert rows[0].startswith("job status optim.lr top-1 top-5 val. loss")
-    assert rows[1].startswith("0 done 0 97.8 % 99.9 % 0.081")
+    assert rows[1].startswith("0 done 0 97.8 % 99.9 % 0.0812")
     assert page.all("tr", "best")[0].text.startswith("10 done 10 99.1 %")
     assert [link.attributes["href"] for link in page.all("a")] == ["0/report.html"]
     errors = [box.text for box in page.all("div", "error")]

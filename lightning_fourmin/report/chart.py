@@ -21,11 +21,11 @@ WIDTH, HEIGHT = 372, 216
 @dataclass(frozen=True)
 class Line:
     label: str
-    """Empty: not in the key."""
     series: Series
     color: str = INK
     style: Literal["line", "noisy", "dashes", "dots"] = "line"
     """noisy: a long series as its trend, with all values faintly behind."""
+    in_key: bool = True
 
     @property
     def css_color(self) -> str:
@@ -53,7 +53,10 @@ class Scale:
     top: float | None = None
 
 
-def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = Scale(), unit: str = "") -> Chart | None:  # noqa: B008
+LINEAR = Scale()
+
+
+def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = LINEAR, unit: str = "") -> Chart | None:
     """None if there is nothing to draw."""
     lines = [line for line in lines if len(line.series.steps) or line.series.num_bad]
     if not lines:
@@ -73,7 +76,7 @@ def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = Scal
             plot_line(axes, line)
         finish(axes, scale)
         axes.set_xlabel("step")
-        labels = ", ".join(line.label for line in lines if line.label)
+        labels = ", ".join(line.label for line in lines if line.in_key)
         svg = to_svg(figure, name, f"{title} over the steps of the run: {labels}")
     return Chart(title, svg, tuple(lines), tuple(notes))
 

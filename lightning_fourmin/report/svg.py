@@ -3,7 +3,7 @@
 import io
 import re
 import xml.etree.ElementTree as ET
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,8 @@ VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SER
     ALARM: "var(--alarm)",
 }
 
-SETTINGS = {
+# Matplotlib types the keys as a closed list that changes with its versions.
+SETTINGS: dict[Any, Any] = {
     "axes.edgecolor": RULE,
     "axes.facecolor": "none",
     "axes.grid": True,
@@ -79,7 +80,8 @@ def to_svg(figure: "Figure", name: str, label: str, style: str = "") -> str:
         root.insert(0, sheet)
     ET.register_namespace("", _SVG)
     # ASCII with character references: the same bytes whatever encoding the reader expects.
-    return ET.tostring(root, encoding="us-ascii").decode().removeprefix("<?xml version='1.0' encoding='us-ascii'?>\n")
+    text: str = ET.tostring(root, encoding="us-ascii", xml_declaration=False).decode()
+    return text
 
 
 def _links(element: ET.Element) -> list[str]:

@@ -102,12 +102,9 @@ def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
 
     def lines(column: str) -> list[Line]:
         return [
-            Line(
-                "" if colors[job.number] == FAINT else f"job {job.number}",
-                job.metrics[column].smoothed(),
-                colors[job.number],
-            )
+            Line(f"job {job.number}", job.metrics[column].smoothed(), color, in_key=color != FAINT)
             for job in order
+            for color in [colors[job.number]]
             if column in job.metrics
         ]
 

@@ -59,20 +59,21 @@ def _ends(
     figure_of: Callable[[Job], float | None],
     form: Callable[[float], str],
 ) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     axes.set_title(title)
     axes.set_ylim(len(jobs) - 0.5, -0.5)
     for place, job in enumerate(jobs):
         value = figure_of(job)
         if value is None:
-            where = {"xy": (0, place), "xycoords": ("axes fraction", "data"), "va": "center"}
-            axes.annotate(job.status, color=ALARM if job.error else MUTED, **where)
+            text, color = (job.status, ALARM) if job.error else ("not measured", MUTED)
+            axes.text(0.02, place, text, color=color, va="center", transform=axes.get_yaxis_transform())
         else:
             axes.plot([value], [place], "o", color=colors[job.number], ms=7, mew=0)
             axes.annotate(form(value), (value, place), (9, 0), textcoords="offset points", va="center")
     axes.margins(x=0.3)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.grid(False)
+    axes.xaxis.set_major_locator(MaxNLocator(4) if axes.lines else NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value) if form is percent else tick(value)))
 
 
