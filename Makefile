@@ -3,7 +3,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check clean
+.PHONY: help train test soak check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -13,6 +13,9 @@ train: $(STAMP) ## train a small net on digits with 2 ranks; a report at the end
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest
+
+soak: $(STAMP) ## run what takes long: hundreds of faults and races, thousands of steps
+	$(BIN)/python -m pytest --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py
 
 check: $(STAMP) ## lint, format check and types
 	$(BIN)/ruff check .

@@ -56,13 +56,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Loads without running code from the file unless `weights_only=False`, also where Lightning would (http)."""
         refusal = CheckpointError(
-            f"{path} is not a whole checkpoint of Lightning: it was cut short, damaged, or is another kind of file; "
-            "resume from another one"
+            f"{path} is not a whole checkpoint: cut short, damaged, or another kind of file; resume from another"
         )
         if _is_local_file_protocol(path) and not _is_whole(_local(path)):
             raise refusal
         try:
-            checkpoint = super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+            return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
         except (RuntimeError, UnpicklingError) as error:
             found = re.search(r"GLOBAL (\S+)", str(error))
             if found is None:
@@ -71,9 +70,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"{path} holds a {found[1]}, and loading that could run code: if you trust the file, pass "
                 "weights_only=False to the Trainer's method"
             ) from None
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise refusal
-        return checkpoint
 
 
 def _local(path: str | Path) -> Path:

@@ -1,10 +1,10 @@
-"""Lightning's launcher of scripts, with time for the ranks to say which of them is gone."""
+"""Lightning's launcher of scripts, with time for ranks to say which of them is gone, and no rank that stays behind."""
 
-import atexit
 import os
-import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
@@ -13,33 +13,25 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
-GRACE_S = 10.0
+GRACE_S = 8.0
+"""How long ranks may take to end by themselves."""
+POLL_S = 0.5
+LAUNCHER_PID = "FOURMIN_LAUNCHER_PID"
 
 
 class PatientLauncher(_SubprocessScriptLauncher):
-    """Starts ranks as Lightning does, but does not kill all of them as soon as it sees that one has died."""
+    """Starts ranks as Lightning does; when one has died the others may have their say before they are killed."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            os.environ[LAUNCHER_PID] = str(os.getpid())
             self._call_children_scripts()
             _PatientObserver(os.getpid(), self.procs, sleep_period=1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        try:
+        with _ended_with_launcher():
             return function(*args, **kwargs)
-        except BaseException:
-            # At the very end: the others learn what happened from this process, or wait to meet it for half an hour.
-            atexit.register(self._end_children)
-            raise
-
-    def _end_children(self) -> None:
-        deadline = time.monotonic() + GRACE_S / 2
-        for child in self.procs:
-            try:
-                child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
 
 
 class _PatientObserver(_ChildProcessObserver):
@@ -47,3 +39,26 @@ class _PatientObserver(_ChildProcessObserver):
     def _terminate_all(self) -> None:
         time.sleep(GRACE_S)
         super()._terminate_all()
+
+
+@contextmanager
+def _ended_with_launcher() -> Iterator[None]:
+    """A rank whose launcher has gone ends soon after, also where it waits to meet the others for half an hour."""
+    launcher = os.getppid()
+    if os.environ.get(LAUNCHER_PID) != str(launcher):
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(POLL_S):
+            if os.getppid() != launcher and not done.wait(GRACE_S):
+                os._exit(1)
+
+    thread = threading.Thread(target=watch, name="fourmin-launcher-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -10,14 +10,10 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from packaging.version import Version
 from torch import Tensor, nn
@@ -27,20 +23,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
-from lightning_fourmin.checkpoints import AtomicCheckpointIO, CheckpointError
 from lightning_fourmin.comm.algorithms import ALGORITHMS
-from lightning_fourmin.comm.bells import RankGone
+from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.choice import choose_cuts, choose_table
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
-from lightning_fourmin.comm.roll_call import RollCall
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace, now_ns
-from lightning_fourmin.launcher import PatientLauncher
 from lightning_fourmin.precision import FourMinPrecision
+from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +43,7 @@ WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloa
 TESTED = {"lightning": ("2.6", "2.7", lightning.__version__), "torch": ("2.13", "2.14", torch.__version__)}
 
 
-class FourMinStrategy(DDPStrategy):
+class FourMinStrategy(ResilientDDPStrategy):
     """Data-parallel training with fused gradients and an all-reduce chosen by size and topology.
 
     Args:
@@ -108,7 +102,6 @@ class FourMinStrategy(DDPStrategy):
         self._predivide, self._stall_warning_s, self._keep_trace = predivide, stall_warning_s, trace
         self._topology: Topology | None = None
         self._engine: Engine | None = None
-        self._roll_call: RollCall | None = None
         self._trace: Trace | None = None
         self._late_buffers: LateBufferSync | None = None
         self.fusion_plan: FusionPlan | None = None
@@ -135,20 +128,6 @@ class FourMinStrategy(DDPStrategy):
         if type(precision_plugin) is HalfPrecision:
             precision_plugin = FourMinPrecision("fp16" if precision_plugin.precision == "16-true" else "bf16")
         self._precision_plugin = precision_plugin
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """Whole files or none, unless a plugin of the user's saves in another way."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
@@ -183,8 +162,6 @@ class FourMinStrategy(DDPStrategy):
                 "sweep. Use strategy='fourmin_spawn', which starts ranks from this process."
             )
         super()._configure_launcher()
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -200,7 +177,6 @@ class FourMinStrategy(DDPStrategy):
                 "group of an earlier run is still alive, or launcher and Trainer disagree; make devices x num_nodes "
                 "equal to the ranks that were started, and run each job of a sweep in a process of its own"
             )
-        self._roll_call = RollCall(self._end_waits) if self.world_size > 1 else None
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -267,8 +243,8 @@ class FourMinStrategy(DDPStrategy):
         self.model.register_comm_hook(self._engine, _all_reduce_hook)
         self._announce(self._engine)
 
-    def _end_waits(self, error: RankGone) -> None:
-        """Another rank is gone: this one shall not wait for ranks that wait for it."""
+    @override
+    def end_waits(self, error: LostRankError) -> None:
         if self._engine is not None:
             self._engine.fail(error)
 
@@ -369,24 +345,8 @@ class FourMinStrategy(DDPStrategy):
         return tensor if tensor.is_floating_point() else result
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As DDPStrategy's, but a save that fails ends all ranks with its reason: the others would wait for rank 0."""
-        failure: Exception | None = None
-        try:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        except Exception as error:
-            failure = error
-        reason = self.broadcast(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        if reason is not None:
-            raise CheckpointError(reason)
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._roll_call is not None and isinstance(exception, Exception):
-            self._roll_call.explain(exception)
         if exception.args and isinstance(exception.args[0], str):
             text = exception.args[0].replace("'ddp_find_unused", "'fourmin_find_unused")
             exception.args = (text.replace("=DDPStrategy(", "=FourMinStrategy("), *exception.args[1:])
@@ -400,9 +360,6 @@ class FourMinStrategy(DDPStrategy):
             self._trace.write_merged(Path(self.lightning_module.trainer.default_root_dir) / "fourmin_trace.json")
             self._trace = None
         self._late_buffers = None
-        if self._roll_call is not None:
-            self._roll_call.close()
-            self._roll_call = None
         super().teardown()
 
     @classmethod

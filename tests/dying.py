@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,8 +46,13 @@ class Mortal(Net):
         return super().training_step(batch, batch_idx)
 
 
-def fit_until_a_rank_dies(seed: int) -> None:
+def fit_until_a_rank_dies(seed: int, folder: Path) -> None:
+    """Leaves the error of each survivor in `folder` and ends its process, as the error of a script would."""
     death = Death.draw(seed, current_case().world)
     torch.manual_seed(1)
     strategy = FourMinStrategy(algorithm=death.algorithm, fusion_mb=0.1)
-    rank_trainer(strategy, max_epochs=1).fit(Mortal(death), images(NUM_STEPS))
+    try:
+        rank_trainer(strategy, max_epochs=1).fit(Mortal(death), images(NUM_STEPS))
+    except Exception as error:
+        (folder / f"rank{current_case().rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        os._exit(1)

@@ -126,14 +126,14 @@ def damaged(content: bytes) -> dict[str, bytes]:
         "empty": b"",
         "a bit flipped": bytes(flipped),
         "text": b"epoch,loss\n1,0.5\n",
-        "other tensors": pickle.dumps({"weight": [1.0, 2.0]}),
+        "a pickle": pickle.dumps({"weight": [1.0, 2.0]}),
     }
 
 
 @pytest.mark.parametrize("damage", damaged(b"01"))
 def test_files_that_are_no_checkpoint_are_refused(saved: Path, damage: str) -> None:
     saved.write_bytes(damaged(saved.read_bytes())[damage])
-    with pytest.raises(CheckpointError, match=rf"^{saved} is not a whole checkpoint of Lightning: .* another one$"):
+    with pytest.raises(CheckpointError, match=rf"^{saved} is not a whole checkpoint: .* from another$"):
         AtomicCheckpointIO().load_checkpoint(saved)
 
 
@@ -143,6 +143,13 @@ def test_foreign_zip_is_refused(tmp_path: Path) -> None:
         archive.writestr("photo", "pixels")
     with pytest.raises(CheckpointError, match=r"photos\.zip is not a whole checkpoint"):
         AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_tensors_that_no_trainer_saved_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match=r"weights\.pt was not saved by a Trainer: it has no state_dict"):
+        FourMinStrategy().load_checkpoint(path)
 
 
 class Evil:

@@ -126,12 +126,12 @@ def test_means_of_all_sizes_and_dtypes(ranks: RankPool, nodes: tuple[int, ...], 
 
 
 def reduce_many(
-    algorithm: str | None, memory: str, largest_sleep_s: float = 0.0, num_rounds: int = 1
+    algorithm: str | None, memory: str, largest_sleep_s: float = 0.0, num_rounds: int = 1, seed: int = 0
 ) -> list[tuple[str, float]]:
-    """30 buckets of 4 bytes to 1 MB a round, the same on all ranks, the large ones in pieces."""
+    """30 buckets of 4 bytes to 1 MB a round, the same on all ranks, the large ones in pieces; `seed`: of the sleeps."""
     draw = random.Random(5)
     buckets = [Bucket(int(10 ** draw.uniform(0, 5.7)), torch.float32, i) for i in range(30)]
-    own_draw = random.Random(current_case().rank)
+    own_draw = random.Random(f"{seed} {current_case().rank}")
     advance = Engine._advance
 
     def dawdle(self: Engine, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from lightning_fourmin.comm.members import Members
 _NUMBER = struct.Struct("=q")
 
 
-class RankGone(RuntimeError):
+class LostRankError(RuntimeError):
     """The process of another rank ended, or stopped training."""
 
 
@@ -74,7 +74,7 @@ class Bells:
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         if not poll.poll(1e3 * self._timeout_s):
-            raise RankGone(f"rank {self._members.ranks[place]} was not ready within {self._timeout_s:g} s")
+            raise LostRankError(f"rank {self._members.ranks[place]} was not ready within {self._timeout_s:g} s")
         heard = os.read(pipe, _NUMBER.size)
         if not heard:
             raise self._gone(place)
@@ -90,5 +90,5 @@ class Bells:
             while pipes:
                 os.close(pipes.popitem()[1])
 
-    def _gone(self, place: int) -> RankGone:
-        return RankGone(f"rank {self._members.ranks[place]} is gone: its process ended, or stopped training")
+    def _gone(self, place: int) -> LostRankError:
+        return LostRankError(f"rank {self._members.ranks[place]} is gone: its process ended, or stopped training")

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_fourmin.comm.bells import RankGone
+from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.store import own_store
 
 ANSWER_S = 2.0
@@ -36,12 +36,15 @@ _STORE_GONE = (
 class RollCall:
     """This rank's part in roll calls, from the start of a run to its end."""
 
-    def __init__(self, when_known: Callable[[RankGone], None]) -> None:
-        """Made by all ranks, in the same order; `when_known` is called in a thread when others have found a fault."""
+    def __init__(self, when_known: Callable[[LostRankError], None]) -> None:
+        """Made by all ranks together; `when_known` is called in a thread when others have found a fault."""
         self._when_known = when_known
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._store = own_store("roll_call")
-        self._number = self._store.add(f"made/{self._rank}", 1)
+        numbers = [0] * self._num_ranks
+        dist.all_gather_object(numbers, self._store.add(f"made/{self._rank}", 1))
+        # Ranks that did not fail together have made different numbers of these.
+        self._number = max(numbers)
         self._verdict: str | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._attend, name="fourmin-roll-call", daemon=True)
@@ -55,7 +58,7 @@ class RollCall:
 
     def explain(self, error: BaseException) -> None:
         """Puts the rank at fault into the text of an error that other ranks caused, and tells them of any other."""
-        lost = isinstance(error, RankGone | dist.DistError) or _BACKEND.search(str(error)) is not None
+        lost = isinstance(error, LostRankError | dist.DistError) or _BACKEND.search(str(error)) is not None
         own = None if lost else f"rank {self._rank} failed: {type(error).__name__}: {error}"
         # The store's host may be stopped, and then its clients wait without end: in a thread of its own.
         thread = threading.Thread(target=self._investigate, args=(own,), name="fourmin-roll-call-asks", daemon=True)
@@ -63,7 +66,8 @@ class RollCall:
         thread.join(LIMIT_S)
         verdict = self._verdict or (_STORE_GONE if thread.is_alive() else None)
         if lost and verdict is not None:
-            error.args = (f"{verdict}; resume from the last checkpoint [{error}]",)
+            met = "" if str(error) == verdict else f" [{error}]"
+            error.args = (f"{verdict}; resume from the last checkpoint{met}",)
 
     def _investigate(self, own: str | None) -> None:
         try:
@@ -114,7 +118,7 @@ class RollCall:
         except dist.DistError:
             return  # nobody was found to be missing
         if not self._closed:
-            self._when_known(RankGone(self._verdict))
+            self._when_known(LostRankError(self._verdict))
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._number, *parts)))

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from lightning_fourmin.data.transforms import EvalImage
 from ranks import set_warning_filters
 
 set_warning_filters()
+# Where it goes on there are checkpoints already.
+warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 PIXELS = EvalImage(size=8, resize=8)
 BATCH_SIZE = 64
 NUM_EPOCHS = 2

@@ -1,0 +1,85 @@
+"""DDPStrategy for runs that must not fail in silence: whole checkpoints, and errors that name the rank at fault."""
+
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from typing_extensions import override
+
+from lightning_fourmin.checkpoints import AtomicCheckpointIO, CheckpointError
+from lightning_fourmin.comm.bells import LostRankError
+from lightning_fourmin.comm.roll_call import RollCall
+from lightning_fourmin.launcher import PatientLauncher
+
+
+class ResilientDDPStrategy(DDPStrategy):
+    """What `FourMinStrategy` adds to DDP for the day when something fails."""
+
+    _roll_call: RollCall | None = None
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Whole files or none, unless a plugin of the user's saves in another way."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """A save that fails ends all ranks with its reason: the others would wait for rank 0."""
+        failure: Exception | None = None
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        except Exception as error:
+            failure = error
+        reason = self.broadcast(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise CheckpointError(reason)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise CheckpointError(
+                f"{checkpoint_path} was not saved by a Trainer: it has no state_dict; resume from another"
+            )
+        return checkpoint
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            assert self.cluster_environment is not None
+            self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._roll_call = RollCall(self.end_waits) if self.world_size > 1 else None
+
+    def end_waits(self, error: LostRankError) -> None:
+        """Called in a thread when another rank is gone: this one shall not wait for ranks that wait for it."""
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._roll_call is not None and isinstance(exception, Exception):
+            self._roll_call.explain(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._roll_call is not None:
+            self._roll_call.close()
+            self._roll_call = None
+        super().teardown()

@@ -1,0 +1,17 @@
+"""Nothing piles up in a run, nor from run to run: threads and open files. `make soak` does it for longer."""
+
+from pathlib import Path
+
+from footprint import long_fit, many_fits
+from pool import RankPool
+
+
+def test_steps_leave_nothing_behind(ranks: RankPool, tmp_path: Path) -> None:
+    for taken in ranks.run(long_fit, tmp_path, 60, 30, nodes=(2, 2)):
+        assert len(taken) == 4
+        assert len({footprint[:2] for footprint in taken[1:]}) == 1
+
+
+def test_fits_leave_nothing_behind(ranks: RankPool) -> None:
+    for taken in ranks.run(many_fits, 4, nodes=(2, 1)):
+        assert len({footprint[:2] for footprint in taken[1:]}) == 1
