@@ -25,9 +25,9 @@ from lightning_fourmin.comm.fit import fit_links
 from lightning_fourmin.comm.fusion import FusionPlan
 from lightning_fourmin.comm.table import AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.options import DEFAULT_FUSION_MB
 from lightning_fourmin.predict.profile import Gradient, Profile
 from lightning_fourmin.predict.step import Plan, simulate
-from lightning_fourmin.strategy import DEFAULT_FUSION_MB
 
 MEDIAN_GOAL, WORST_GOAL = 0.10, 0.25
 ITEMSIZES = {"fourmin": 4, "fourmin_fp16": 2}

@@ -62,3 +62,10 @@ def _ended_with_launcher() -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+def in_hydra_multirun() -> bool:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN

@@ -1,21 +1,18 @@
 """The `fourmin` strategy: DistributedDataParallel with tensor fusion and hybrid all-reduce behind its hook."""
 
 import logging
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from packaging.version import Version
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -23,24 +20,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
-from lightning_fourmin.comm.algorithms import ALGORITHMS
 from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.choice import choose_cuts, choose_table
 from lightning_fourmin.comm.engine import Engine
-from lightning_fourmin.comm.fusion import MIB, FusionPlan
+from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_sparse_gradients
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace, now_ns
+from lightning_fourmin.launcher import in_hydra_multirun
+from lightning_fourmin.options import DEFAULT_FUSION_MB, WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
+from lightning_fourmin.tested_versions import warn_outside_tested_versions
 
 log = logging.getLogger(__name__)
-
-DEFAULT_FUSION_MB = 2.0
-WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-TESTED = {"lightning": ("2.6", "2.7", lightning.__version__), "torch": ("2.13", "2.14", torch.__version__)}
 
 
 class FourMinStrategy(ResilientDDPStrategy):
@@ -78,35 +73,21 @@ class FourMinStrategy(ResilientDDPStrategy):
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_choice("algorithm", algorithm, ("hybrid", *ALGORITHMS))
-        _check_choice("wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
-        _check_positive(
-            group_size=group_size,
-            fusion_mb=fusion_mb,
-            switch_mb=switch_mb,
-            predivide=predivide,
-            stall_warning_s=stall_warning_s,
+        self._options = CommOptions(
+            algorithm, group_size, fusion_mb, switch_mb, table, wire_dtype, predivide, stall_warning_s, trace
         )
-        if group_size is not None and not isinstance(group_size, int):
-            raise ValueError(f"group_size must be a whole number of ranks, got {group_size!r}")
-        if switch_mb is not None and algorithm != "hybrid":
-            raise ValueError(f"switch_mb is the switch of algorithm='hybrid', but algorithm is {algorithm!r}: drop one")
         own_caps = {"bucket_cap_mb", "bucket_cap_mb_list"} & kwargs.keys()
         if own_caps and fusion_mb is not None:
             raise ValueError(f"fusion_mb and {own_caps.pop()} both set the size of buckets: give one of them")
         super().__init__(**kwargs)
-        self._algorithm, self._group_size, self._switch_mb, self._table = algorithm, group_size, switch_mb, table
-        self._fusion_mb = None if own_caps else fusion_mb or DEFAULT_FUSION_MB
-        self._fusion_given = fusion_mb is not None
-        self._wire_dtype = None if wire_dtype is None else WIRE_DTYPES[wire_dtype]
-        self._predivide, self._stall_warning_s, self._keep_trace = predivide, stall_warning_s, trace
+        self._ddp_cuts = bool(own_caps)
         self._topology: Topology | None = None
         self._engine: Engine | None = None
         self._trace: Trace | None = None
         self._late_buffers: LateBufferSync | None = None
         self.fusion_plan: FusionPlan | None = None
         """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
-        _warn_outside_tested_versions()
+        warn_outside_tested_versions()
 
     @property
     def topology(self) -> Topology:
@@ -114,7 +95,7 @@ class FourMinStrategy(ResilientDDPStrategy):
         if self._topology is None:
             nodes = [0] * dist.get_world_size()
             dist.all_gather_object(nodes, self.node_rank)
-            self._topology = Topology.build(nodes, self._group_size)
+            self._topology = Topology.build(nodes, self._options.group_size)
         return self._topology
 
     @property
@@ -132,9 +113,9 @@ class FourMinStrategy(ResilientDDPStrategy):
     @property
     def wire_dtype(self) -> torch.dtype | None:
         """The dtype of gradients on the wire; None: their own."""
-        if self._wire_dtype is None and isinstance(self.precision_plugin, FourMinPrecision):
-            return self.precision_plugin.dtype
-        return self._wire_dtype
+        if self._options.wire_dtype is not None:
+            return WIRE_DTYPES[self._options.wire_dtype]
+        return self.precision_plugin.dtype if isinstance(self.precision_plugin, FourMinPrecision) else None
 
     def measure_communication(self) -> Meter | None:
         """Starts to measure what communication costs; None where a user's hook runs instead of the engine."""
@@ -155,7 +136,7 @@ class FourMinStrategy(ResilientDDPStrategy):
             self._start_method == "popen"
             and self.num_processes > 1
             and not self.cluster_environment.creates_processes_externally
-            and _in_hydra_multirun()
+            and in_hydra_multirun()
         ):
             raise RuntimeError(
                 "Hydra multirun cannot start ranks by running the command again: each rank would replay the whole "
@@ -188,8 +169,8 @@ class FourMinStrategy(ResilientDDPStrategy):
             self._late_buffers = LateBufferSync(model)
         self.fusion_plan = None
         if self._ddp_comm_hook is None:
-            self._refuse_sparse_gradients(model)
-            if self._fusion_mb is not None and any(p.requires_grad for p in model.parameters()):
+            refuse_sparse_gradients(model)
+            if not self._ddp_cuts and any(p.requires_grad for p in model.parameters()):
                 self.fusion_plan = self._plan_fusion(model)
                 kwargs["bucket_cap_mb_list"] = list(self.fusion_plan.caps_mb)
         self._ddp_kwargs = kwargs
@@ -202,20 +183,12 @@ class FourMinStrategy(ResilientDDPStrategy):
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
-        assert self._fusion_mb is not None
-        cuts = None if self._fusion_given else choose_cuts(self._table, self.topology, parameters)
+        if self._options.fusion_mb is not None:
+            return FusionPlan.build(parameters, self._options.fusion_mb, rebuilt)
+        cuts = choose_cuts(self._options.table, self.topology, parameters)
         if cuts is not None:
             return FusionPlan.from_cuts(parameters, cuts, rebuilt)
-        return FusionPlan.build(parameters, self._fusion_mb, rebuilt)
-
-    @staticmethod
-    def _refuse_sparse_gradients(model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise ValueError(
-                    f"{name} makes sparse gradients, which fused buckets cannot carry: build it with sparse=False, or "
-                    "use strategy='ddp'"
-                )
+        return FusionPlan.build(parameters, DEFAULT_FUSION_MB, rebuilt)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -225,7 +198,7 @@ class FourMinStrategy(ResilientDDPStrategy):
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
             return
         groups, bytes_a_step = ProcessGroups.shared(self._timeout), self._wire_bytes_a_step(self.model)
-        if self._keep_trace:
+        if self._options.trace:
             self._trace = Trace(self.global_rank, self.world_size)
             self._trace.align(self.root_device)
         table = self._choose_table(groups, bytes_a_step)
@@ -235,9 +208,9 @@ class FourMinStrategy(ResilientDDPStrategy):
             groups,
             self.root_device,
             self.wire_dtype,
-            self._predivide,
+            self._options.predivide,
             shared_bytes=bytes_a_step,
-            stall_warning_s=self._stall_warning_s,
+            stall_warning_s=self._options.stall_warning_s,
             trace=self._trace,
         )
         self.model.register_comm_hook(self._engine, _all_reduce_hook)
@@ -253,11 +226,12 @@ class FourMinStrategy(ResilientDDPStrategy):
         return sum(p.numel() * (self.wire_dtype or p.dtype).itemsize for p in gradients)
 
     def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
-        any_groups = self._group_size is None
-        table = choose_table(self._table, self.topology, groups, self.root_device, largest_bytes, any_groups)
-        if self._algorithm != "hybrid":
-            return table.only(self._algorithm)
-        return table if self._switch_mb is None else table.with_switch(int(self._switch_mb * MIB))
+        options = self._options
+        any_groups = options.group_size is None
+        table = choose_table(options.table, self.topology, groups, self.root_device, largest_bytes, any_groups)
+        if options.algorithm != "hybrid":
+            return table.only(options.algorithm)
+        return table if options.switch_mb is None else table.with_switch(int(options.switch_mb * MIB))
 
     def _announce(self, engine: Engine) -> None:
         wire = str(engine.wire_dtype or "gradients' dtype").removeprefix("torch.")
@@ -381,27 +355,3 @@ class FourMinStrategy(ResilientDDPStrategy):
 
 def _all_reduce_hook(engine: Engine, bucket: dist.GradBucket) -> Future[Tensor]:
     return engine.submit(bucket.buffer(), bucket.index())
-
-
-def _check_choice(field: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{field}={value!r} is not known: choose one of {', '.join(map(repr, choices))}")
-
-
-def _check_positive(**fields: float | None) -> None:
-    for field, value in fields.items():
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{field} must be a number above 0, got {value!r}: leave it out for the default")
-
-
-def _in_hydra_multirun() -> bool:
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def _warn_outside_tested_versions() -> None:
-    for package, (first, beyond, found) in TESTED.items():
-        if not Version(first) <= Version(found) < Version(beyond):
-            rank_zero_warn(f"lightning-fourmin is tested with {package} >={first},<{beyond}; this is {found}")

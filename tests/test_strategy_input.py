@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
-import lightning_fourmin.strategy
+import lightning_fourmin.tested_versions
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
@@ -114,8 +114,8 @@ def test_strategy_pickles_with_its_arguments() -> None:
 def test_version_outside_the_tested_window_warns(
     monkeypatch: pytest.MonkeyPatch, package: str, window: tuple[str, str]
 ) -> None:
-    found = lightning_fourmin.strategy.TESTED[package][2]
-    monkeypatch.setitem(lightning_fourmin.strategy.TESTED, package, (*window, found))
+    found = lightning_fourmin.tested_versions.TESTED[package][2]
+    monkeypatch.setitem(lightning_fourmin.tested_versions.TESTED, package, (*window, found))
     message = rf"tested with {package} >={window[0]},<{window[1]}; this is {found}".replace("+", r"\+")
     with pytest.warns(UserWarning, match=message) as record:
         FourMinStrategy()

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_fourmin.app.verb import run_hydra, with_options
 from lightning_fourmin.models import build_model
+from lightning_fourmin.options import DEFAULT_FUSION_MB, WIRE_DTYPES
 from lightning_fourmin.predict.cluster import Cluster
 from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.predict.outlook import Outlook
@@ -22,7 +23,6 @@ from lightning_fourmin.predict.scenario import Scenario
 from lightning_fourmin.predict.stragglers import Stragglers
 from lightning_fourmin.predict.tuned import with_table
 from lightning_fourmin.predict.work import peak_profile
-from lightning_fourmin.strategy import DEFAULT_FUSION_MB, WIRE_DTYPES
 
 Make = Callable[[], nn.Module]
 

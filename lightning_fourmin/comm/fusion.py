@@ -87,6 +87,15 @@ class FusionPlan:
         return "\n".join(lines)
 
 
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ValueError(
+                f"{name} makes sparse gradients, which fused buckets cannot carry: build it with sparse=False, or use "
+                "strategy='ddp'"
+            )
+
+
 def _num_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 
