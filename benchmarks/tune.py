@@ -102,7 +102,7 @@ def main() -> None:
         except ClusterUnavailable as error:
             sys.exit(f"no emulated cluster here: {error}")
         measured = [s for s in SETTINGS if s.name in data]
-        told = "\n".join(f"- {s.name}: {data[s.name]['told'][-1]} ({data[s.name]['told'][1]})" for s in measured)
+        told = "\n".join(f"- {s.name}: {data[s.name]['told']} Links: {data[s.name]['fit']}." for s in measured)
         rows = table(HEADER, [row(s, data[s.name]) for s in measured])
         text = (
             f"Steps of the net {NET} through the Trainer, FP32 on the wire. Tuned: table, groups, chunks and buckets\n"
