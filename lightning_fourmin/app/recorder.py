@@ -38,12 +38,13 @@ class RunRecorder(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not trainer.sanity_checking:
-            self._update(summary=_summary(trainer))
+            # Lightning counts the epoch when its validation is over.
+            self._update(summary=_summary(trainer, trainer.current_epoch + 1))
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self._update(summary=_summary(trainer))
+            self._update(summary=_summary(trainer, trainer.current_epoch))
 
     def _update(self, **changes: Any) -> None:
         replace(RunRecord.read(self._folder), **changes).write(self._folder)
@@ -70,7 +71,7 @@ def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return plans
 
 
-def _summary(trainer: Trainer) -> Summary:
+def _summary(trainer: Trainer, num_epochs: int) -> Summary:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     precision = trainer.precision_plugin
     scale = precision.loss_scale if isinstance(precision, FourMinPrecision) else None
@@ -80,7 +81,7 @@ def _summary(trainer: Trainer) -> Summary:
         top1=metrics.get("val/top1"),
         top5=metrics.get("val/top5"),
         val_loss=metrics.get("val/loss"),
-        epochs=trainer.current_epoch,
+        epochs=num_epochs,
         steps=trainer.global_step,
         images_per_s=scaling.T if scaling else None,
         S=scaling.S if scaling else None,
