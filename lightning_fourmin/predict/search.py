@@ -74,8 +74,8 @@ def bottleneck(scenario: Scenario) -> str:
         return f"Bottleneck: compute; one rank does not communicate in its {now.step_ms:.1f} ms."
     if now.exposed_ms < HIDDEN * now.step_ms:
         return (
-            f"Bottleneck: compute, {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes {now.comm_ms:.1f} ms, "
-            "nearly all of it behind backward."
+            f"Bottleneck: compute, {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes {now.comm_ms:.1f} "
+            "ms, nearly all of it behind backward."
         )
     links = scenario.cluster.links
     what_if = {
@@ -90,8 +90,8 @@ def bottleneck(scenario: Scenario) -> str:
     saved_ms = {name: now.step_ms - 1e3 * other.step.step_s for name, other in what_if.items()}
     worst = max(saved_ms, key=lambda name: saved_ms[name])
     return (
-        f"Bottleneck: {worst}; without, a step would take {now.step_ms - saved_ms[worst]:.1f} instead of {now.step_ms:.1f} "
-        f"ms ({now.exposed_ms:.1f} ms are exposed communication)."
+        f"Bottleneck: {worst}; without, a step would take {now.step_ms - saved_ms[worst]:.1f} instead of "
+        f"{now.step_ms:.1f} ms ({now.exposed_ms:.1f} ms are exposed communication)."
     )
 
 
