@@ -185,7 +185,7 @@ class PolySchedule(Schedule):
 
     @override
     def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
-        return self.end_lr + (peak_lr - self.end_lr) * (1 - share) ** self.power
+        return self.end_lr + (peak_lr - self.end_lr) * math.pow(1 - share, self.power)
 
     @override
     def decay_in_words(self) -> str:

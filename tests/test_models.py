@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fourmin.models import MODELS, build_model
+from lightning_fourmin.models import build_model
 
 SMALL = ["alexnet_bn_small", "resnet_small"]
 
@@ -21,8 +21,8 @@ def names(model: nn.Module) -> list[str]:
         ("alexnet_bn", 1000, 26, 62_381_096),
         ("resnet50", 1000, 161, 25_557_032),
         ("resnet18", 1000, 62, 11_689_512),
-        ("alexnet_bn_small", 10, 26, 1_044_170),
-        ("resnet_small", 10, 65, 275_572),
+        ("alexnet_bn_small", 10, 26, 1_040_778),
+        ("resnet_small", 10, 65, 272_474),
     ],
 )
 def test_sizes(name: str, num_classes: int, num_tensors: int, num_parameters: int) -> None:
@@ -87,13 +87,11 @@ def test_big_nets_take_their_images(name: str, image_size: int) -> None:
         assert build_model(name, 1000)(torch.empty(2, 3, image_size, image_size)).shape == (2, 1000)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", SMALL)
 def test_torch_compiles_the_whole_net(name: str) -> None:
-    size = 67 if name == "alexnet_bn" else 32
-    options: dict[str, Any] = {"image_size": 67} if name == "alexnet_bn" else {}
     torch.manual_seed(1)
-    model = build_model(name, 10, **options).eval()
-    images = torch.randn(2, 3, size, size)
+    model = build_model(name, 10).eval()
+    images = torch.randn(2, 3, 32, 32)
     # The graph is taken as a whole (fullgraph); what a compiler makes of it is not our matter.
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(images), model(images))

@@ -83,7 +83,7 @@ class Slow(Callback):
 
     def _pause(self, hook: str) -> None:
         if current_case().rank == self._rank and self._hook == hook:
-            time.sleep(0.25)
+            time.sleep(0.15)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._pause("start")

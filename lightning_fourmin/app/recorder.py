@@ -25,7 +25,7 @@ class RunRecorder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Ranks that torchrun or srun started know no folder, since its name has the time in it.
         self._folder = trainer.strategy.broadcast(self._folder)
-        trainer._default_root_dir = str(self._folder)
+        trainer._default_root_dir = str(self._folder)  # type: ignore[attr-defined]
 
     # Not at the start of training: the module plans its rates there, after the callbacks.
     @override
@@ -49,15 +49,16 @@ class RunRecorder(Callback):
 
 
 def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    assert isinstance(module, ImageClassifier)
-    assert module.rate_plan is not None
     parameters = list(module.parameters())
+    name = module.hparams.get("model", type(module).__name__)
     plans: dict[str, Any] = {
-        "arithmetic": tuple(module.rate_plan.in_words()),
-        "model": ModelSize(module.hparams.model, sum(p.numel() for p in parameters), len(parameters)),
+        "model": ModelSize(name, sum(p.numel() for p in parameters), len(parameters)),
         "world_size": trainer.world_size,
         "hardware": hardware(),
     }
+    # Any LightningModule may be trained; ours plans its rates.
+    if isinstance(module, ImageClassifier) and module.rate_plan is not None:
+        plans["arithmetic"] = tuple(module.rate_plan.in_words())
     strategy = trainer.strategy
     if isinstance(strategy, FourMinStrategy):
         plans["topology"] = str(strategy.topology)

@@ -8,6 +8,7 @@ import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -62,7 +63,8 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
     command = shlex.join(["fourmin", "train", *sys.argv[1:]])
     RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
-    status, error = "done", None
+    status: Literal["done", "failed", "interrupted"] = "done"
+    error = None
     try:
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))

@@ -84,7 +84,8 @@ class AlexNetBN(nn.Sequential):
                 f"images of {height} x {width} pixels in an AlexNet made for {self.image_size} x {self.image_size}: "
                 "give the model and the data the same image_size"
             )
-        return super().forward(input)
+        scores: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
+        return scores
 
 
 def alexnet_bn(num_classes: int = 1000, *, image_size: int = 227, bn5: bool = True, dropout: float = 0.5) -> AlexNetBN:

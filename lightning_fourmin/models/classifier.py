@@ -71,7 +71,7 @@ class ImageClassifier(LightningModule):
             self.save_hyperparameters(ignore=["optimizer", "schedule"], logger=False)
             self.net = build_model(model, num_classes, **(model_options or {}))
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.net.to(memory_format=self._memory_format)
+        self.net.to(memory_format=self._memory_format)  # type: ignore[call-overload]
         self._optimizer, self._schedule = optimizer or DEFAULT_OPTIMIZER, schedule or DEFAULT_SCHEDULE
         self._weight_decay, self._label_smoothing, self._compile = weight_decay, label_smoothing, compile
         self.rate_plan: RatePlan | None = None
@@ -119,9 +119,9 @@ class ImageClassifier(LightningModule):
         images, labels = batch
         scores = self(images)
         # Metric objects add up counts over ranks: batches of unequal size weigh what they hold.
-        self.eval_loss(cross_entropy(scores, labels), weight=len(labels))
-        self.top1(scores, labels)
-        self.top5(scores, labels)
+        self.eval_loss.update(cross_entropy(scores, labels), weight=len(labels))
+        self.top1.update(scores, labels)
+        self.top5.update(scores, labels)
         self.log(f"{stage}/loss", self.eval_loss)
         self.log(f"{stage}/top1", self.top1, prog_bar=True)
         self.log(f"{stage}/top5", self.top5)
