@@ -59,8 +59,8 @@ def predict(name: str, data: dict[str, Any]) -> dict[str, dict[str, float]]:
     chosen = AllReduceTable.from_cost_model(topology, "gloo")
     links, host = fit_links(measured, topology).links, fit_host(data["host_s"][chosen.choose(1 << 20)], topology)
     steps = {}
-    for net, (make, _, _) in NETS.items():
-        parameters = list(make().named_parameters())
+    for net in data["steps_ms"]:
+        parameters = list(NETS[net][0]().named_parameters())
         plan = Plan(FusionPlan.build(parameters, DEFAULT_FUSION_MB), chosen, topology, links, host=host)
         profile = whole_step(data["profiles"][net], statistics.median(data["steps_ms"][net]["no_comm"]))
         steps[net] = {

@@ -34,7 +34,7 @@ class PlanOptions:
     model: str = "resnet50"
     cluster: dict[str, Any] = field(default_factory=dict)
     module: str | None = None
-    module_options: dict[str, Any] = field(default_factory=dict)
+    module_options: dict[str, Any] | None = None
     input_shape: list[int] | None = None
     num_classes: int = 1000
     batch_size: int = 64
@@ -131,7 +131,7 @@ def _imported(options: PlanOptions) -> Make:
 
     def make() -> nn.Module:
         try:
-            module = made_by(**options.module_options)
+            module = made_by(**(options.module_options or {}))
         except TypeError as error:
             raise PlanError(f"module={options.module} cannot be made with module_options ({error})") from error
         if not isinstance(module, nn.Module):

@@ -58,7 +58,7 @@ class Scenario:
     wire_dtype: torch.dtype = torch.float32
     stragglers: Stragglers = field(default_factory=Stragglers)
     measured: AllReduceTable | None = field(default=None, repr=False)
-    """Takes the place of the cost model where its topology is that of the scenario."""
+    """Takes the place of the cost model for the topology and the algorithms that it knows."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -80,12 +80,13 @@ class Scenario:
             return AllReduceTable(topology.key, backend, "cost model", tuple(rows))
         table = AllReduceTable.from_cost_model(topology, backend, links)
         if self.measured is not None and self.measured.topology_key == topology.key:
-            table = self.measured
+            known = ("hybrid", *self.measured.rows[0].milliseconds)
+            table = self.measured if self.algorithm in known else table
         if self.algorithm == "hybrid":
             return table if self.switch_mb is None else table.with_switch(int(self.switch_mb * MIB))
         if self.algorithm not in ALGORITHMS:
-            known = ", ".join(("hybrid", *ALGORITHMS, *COMPARED))
-            raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {known}")
+            names = ", ".join(("hybrid", *ALGORITHMS, *COMPARED))
+            raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {names}")
         try:
             return table.only(self.algorithm)
         except ValueError as error:

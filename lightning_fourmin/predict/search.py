@@ -74,8 +74,8 @@ def bottleneck(scenario: Scenario) -> str:
         return f"Bottleneck: compute; one rank does not communicate in its {now.step_ms:.1f} ms."
     if now.exposed_ms < HIDDEN * now.step_ms:
         return (
-            f"Bottleneck: compute, {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes "
-            f"{now.comm_ms:.1f} ms, nearly all of it behind backward."
+            f"Bottleneck: compute, {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes {now.comm_ms:.1f} "
+            "ms, nearly all of it behind backward."
         )
     links = scenario.cluster.links
     what_if = {
