@@ -1,6 +1,9 @@
 """What a process holds: a long run and many short ones must not hold more and more."""
 
+import gc
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +16,8 @@ from lightning_fourmin import FourMinPrecision, FourMinStrategy
 from parity import Net, images
 from ranks import rank_env
 from training import rank_trainer
+
+SETTLE_S = 3.0
 
 
 class Footprint(NamedTuple):
@@ -71,8 +76,23 @@ def long_fit(folder: Path, num_steps: int, every: int) -> list[Footprint]:
 
 def many_fits(num_fits: int) -> list[Footprint]:
     """Footprints after each of so many fits in one process."""
-    taken = []
+    taken: list[Footprint] = []
     for _ in range(num_fits):
         rank_trainer(FourMinStrategy(fusion_mb=0.1), max_steps=3).fit(Net(), images(3))
-        taken.append(Footprint.take())
+        taken.append(_settled(taken))
     return taken
+
+
+def _settled(before: list[Footprint]) -> Footprint:
+    """The footprint once it is what it was after an earlier fit, or after some seconds: threads may still be ending."""
+    gc.collect()  # trainers are in cycles with their strategies, which hold connections to the store
+    deadline = time.monotonic() + SETTLE_S
+    while (now := Footprint.take())[:2] not in [taken[:2] for taken in before] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return now
+
+
+def grows(numbers: Sequence[int]) -> bool:
+    """Whether all of the second half are above all of the first: one that is up for a moment does not count."""
+    half = len(numbers) // 2
+    return min(numbers[half:]) > max(numbers[:half])

@@ -64,7 +64,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert [cell.text for cell in page.all("td", "chosen")] == ["0.123", "0.456"]
     assert [figure.text.split("  ")[0] for figure in page.all("b")] == [
         "Validation accuracy",
-        "Loss",
+        "Loss, logarithmic",
         "Learning rate",
         "Loss scale",
         "Images per second",

@@ -102,7 +102,7 @@ def test_strategy_pickles_with_its_arguments() -> None:
     )
     sent = vars(pickle.loads(pickle.dumps(original)))
     del sent["_forward_redirection"]  # has no notion of equality
-    assert sent["_fusion_mb"] == 3
+    assert sent["_options"].fusion_mb == 3
     assert sent == {name: value for name, value in vars(original).items() if name in sent}
 
 
