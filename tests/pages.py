@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
+BLOCKS = {"dd", "div", "dt", "p", "td", "th"}
+"""What a browser keeps apart without a space between them."""
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Page(HTMLParser):
         assert self._open, f"nothing is open, but </{tag}> closes it"
         assert self._open[-1].tag == tag, f"<{self._open[-1].tag}> is open, but </{tag}> closes it"
         self._open.pop()
+        if tag in BLOCKS:
+            self.handle_data(" ")
 
     def handle_data(self, data: str) -> None:
         for element in self._open:

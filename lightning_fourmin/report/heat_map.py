@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_fourmin.report.metrics import Metrics, Series
+from lightning_fourmin.report.words import decimals
 
 PREFIX = "trust_ratio/"
 NUM_COLUMNS = 120
@@ -31,6 +32,11 @@ class HeatMap:
     largest: float
     first_step: int
     last_step: int
+
+    @property
+    def num_decimals(self) -> int:
+        """Enough for the least, the same for all: points stand below each other."""
+        return min(max(decimals(self.least, 1), 2), 9)
 
     @property
     def extremes(self) -> tuple[Row, Row]:
@@ -71,7 +77,8 @@ def _log_means(series: Series, edges: np.ndarray) -> np.ndarray:
     places = np.searchsorted(edges, series.steps[positive], side="right") - 1
     sums = np.bincount(places, np.log(series.values[positive]), len(edges))
     counts = np.bincount(places, minlength=len(edges))
-    return np.divide(sums, counts, out=np.full(len(edges), np.nan), where=counts > 0)
+    means: np.ndarray = np.divide(sums, counts, out=np.full(len(edges), np.nan), where=counts > 0)
+    return means
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

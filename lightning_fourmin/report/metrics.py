@@ -4,7 +4,7 @@ import csv
 import io
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ import numpy as np
 from lightning_fourmin.report.run_files import RunError
 
 METRICS_NAME = "metrics.csv"
+NUM_STRETCHES = 50
+"""Of a series that is shown as its trend."""
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -50,12 +52,20 @@ class Series:
         for places in np.array_split(np.arange(len(self.steps)), num_bins):
             kept |= {int(places[self.values[places].argmin()]), int(places[self.values[places].argmax()])}
         order = sorted(kept)
-        return Series(self.steps[order], self.values[order])
+        return replace(self, steps=self.steps[order], values=self.values[order])
 
-    def averaged(self, num_bins: int = 50) -> "Series":
-        """The mean of each of `num_bins` stretches."""
-        steps, values = np.array_split(self.steps, num_bins), np.array_split(self.values, num_bins)
-        return Series(np.array([part.mean() for part in steps]), np.array([part.mean() for part in values]))
+    @property
+    def is_long(self) -> bool:
+        """So many points that their trend is easier to see than they are."""
+        return len(self.steps) >= 3 * NUM_STRETCHES
+
+    def smoothed(self) -> "Series":
+        """The median of each of some stretches; a short series as it is."""
+        if not self.is_long:
+            return self
+        places = np.array_split(np.arange(len(self.steps)), NUM_STRETCHES)
+        steps, values = (np.array([np.median(all_[part]) for part in places]) for all_ in (self.steps, self.values))
+        return replace(self, steps=steps, values=values)
 
 
 Metrics = dict[str, Series]

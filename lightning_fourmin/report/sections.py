@@ -1,11 +1,11 @@
 """The sections of a run's page that hold curves: learning, precision, throughput."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_fourmin.report.chart import Chart, Line, Scale, line_chart, top_without_outliers
+from lightning_fourmin.report.chart import Chart, Line, Scale, line_chart, loss_chart, top_without_outliers
 from lightning_fourmin.report.metrics import Metrics
 from lightning_fourmin.report.run_files import RunRecord, Summary
 from lightning_fourmin.report.svg import ALARM, MUTED, SERIES
@@ -28,9 +28,9 @@ def learning(metrics: Metrics) -> Section:
         [*_line(metrics, "val/top1", "top-1", BLUE), *_line(metrics, "val/top5", "top-5", ORANGE)],
         Scale(percent=True),
     )
-    losses = [*smoothed(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
-    loss = line_chart("loss", "Loss", losses, _loss_scale_of(losses))
-    rate = line_chart("rate", "Learning rate", _line(metrics, "lr", "rate", BLUE), Scale(from_zero=True))
+    losses = [*_noisy(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
+    loss = loss_chart("loss", "Loss", losses)
+    rate = line_chart("rate", "Learning rate", _line(metrics, "lr", "rate of group 0", BLUE), Scale(from_zero=True))
     missing = [
         name
         for name, chart in (("validation accuracy", accuracy), ("loss", loss), ("learning rate", rate))
@@ -61,31 +61,24 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
 
 
 def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section:
-    images = _line(metrics, "fourmin/T", "T, measured", BLUE)
+    images = _noisy(metrics, "fourmin/T", "T, measured", BLUE)
     if images and "fourmin/S" in metrics and "fourmin/N" in metrics:
         ideal = metrics["fourmin/S"].times(metrics["fourmin/N"])
-        images.append(Line("S x N, without waits", ideal, MUTED, style="dashes"))
+        images.append(Line("S x N, without waits", ideal.smoothed(), MUTED, style="dashes"))
     times = [
-        *_line(metrics, "fourmin/step_ms", "step", BLUE),
-        *_line(metrics, "fourmin/comm_ms", "communication", GREEN),
-        *_line(metrics, "fourmin/exposed_ms", "exposed communication", ORANGE),
+        *_noisy(metrics, "fourmin/step_ms", "step", BLUE),
+        *_noisy(metrics, "fourmin/comm_ms", "communication", GREEN),
+        *_noisy(metrics, "fourmin/exposed_ms", "of it exposed", ORANGE),
     ]
+    efficiency = _noisy(metrics, "fourmin/e", "T / (S x N)", BLUE)
     charts = _there(
         line_chart("images", "Images per second", images, _from_zero(images)),
-        line_chart("efficiency", "Efficiency e", _line(metrics, "fourmin/e", "e", BLUE), Scale(True, from_zero=True)),
+        line_chart("efficiency", "Efficiency e", efficiency, Scale(percent=True, from_zero=True)),
         line_chart("times", "Milliseconds a step", times, _from_zero(times), " ms"),
     )
     if not charts:
         return Section("Throughput", ("Throughput was not logged: add ScalingMonitor to the callbacks.",), ())
     return Section("Throughput", tuple(_in_words(record, summary)), charts)
-
-
-def smoothed(metrics: Metrics, name: str, label: str, color: str) -> list[Line]:
-    """A noisy value as its mean, with the values themselves faintly behind."""
-    lines = _line(metrics, name, label, color)
-    if not lines or len(lines[0].series.steps) < 150:
-        return lines
-    return [Line(f"{label}, each step", lines[0].series, color, 0.3), Line(label, lines[0].series.averaged(), color)]
 
 
 def _in_words(record: RunRecord, summary: Summary) -> Iterable[str]:
@@ -102,16 +95,13 @@ def _line(metrics: Metrics, name: str, label: str, color: str) -> list[Line]:
     return [Line(label, metrics[name], color)] if name in metrics else []
 
 
+def _noisy(metrics: Metrics, name: str, label: str, color: str) -> list[Line]:
+    return [replace(line, style="noisy") for line in _line(metrics, name, label, color)]
+
+
 def _there(*charts: Chart | None) -> tuple[Chart, ...]:
     return tuple(chart for chart in charts if chart is not None)
 
 
 def _from_zero(lines: list[Line]) -> Scale:
     return Scale(from_zero=True, top=top_without_outliers(lines))
-
-
-def _loss_scale_of(lines: list[Line]) -> Scale:
-    """Logarithmic where a run begins so high that its end would be a flat line."""
-    values = np.concatenate([line.series.values for line in lines]) if lines else np.zeros(0)
-    wide = len(values) > 1 and values.min() > 0 and values.max() > 30 * values.min()
-    return Scale(log_base=10) if wide else Scale()

@@ -1,6 +1,9 @@
 """Numbers and texts as a page shows them."""
 
+import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 
 _TERMINAL_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -13,7 +16,7 @@ def printable(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}\u00a0%"
 
 
 def whole(number: float) -> str:
@@ -22,10 +25,14 @@ def whole(number: float) -> str:
 
 def rounded(number: float) -> str:
     """Three digits that count, without an exponent where people would not write one."""
-    if number and not 1e-3 <= abs(number) < 1e6:
+    if number and not 1e-4 <= abs(number) < 1e6:
         return f"{number:.2e}"
-    places = 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2 if abs(number) >= 1 else 3
-    return f"{number:,.{places}f}"
+    return f"{number:,.{decimals(number, 3)}f}"
+
+
+def decimals(number: float, num_digits: int) -> int:
+    """How many places after the point show `num_digits` digits that count."""
+    return max(0, num_digits - 1 - math.floor(math.log10(abs(number) or 1.0)))
 
 
 def size(num_bytes: float) -> str:
@@ -49,6 +56,11 @@ def moment(text: str) -> str:
         return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z").strip()
     except ValueError:
         return text
+
+
+def grouped(names: Sequence[str]) -> str:
+    """Equal names as one with their number."""
+    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in Counter(names).items())
 
 
 def plural(number: int, noun: str) -> str:
