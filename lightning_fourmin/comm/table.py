@@ -231,4 +231,4 @@ def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
 def readable(num_bytes: int) -> str:
     if num_bytes < 1024:
         return f"{num_bytes} B"
-    return f"{num_bytes / 1024:g} KiB" if num_bytes < 1024 * 1024 else f"{num_bytes / 1024 / 1024:g} MiB"
+    return f"{num_bytes / 1024:.4g} KiB" if num_bytes < 1024 * 1024 else f"{num_bytes / 1024 / 1024:.4g} MiB"
