@@ -41,6 +41,7 @@ def test_ranks_of_two_nodes_reach_each_other(tmp_path: Path) -> None:
         "x = torch.ones(1)\n"
         "dist.all_reduce(x)\n"
         "print('SUM', int(x))\n"
+        "dist.destroy_process_group()\n"
     )
     with EmulatedCluster(2, 1, "1gbit") as cluster:
         assert len(namespaces(cluster)) == 3
