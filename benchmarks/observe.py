@@ -85,7 +85,7 @@ def main() -> None:
         except ClusterUnavailable as error:
             sys.exit(f"no emulated cluster here: {error}")
         text = (
-            "Truth is the step with a hook that sends nothing, by the step with the monitor. The layers of device_like\n"
+            "Truth is the step with a hook that sends nothing, by the step with the monitor. Layers of device_like\n"
             "take time but no core, as those of an accelerator; the other nets compute on the two cores that also sum\n"
             "and send the gradients: that slows them down, which is no wait. It counts in S and not in e.\n\n"
         )
