@@ -87,7 +87,7 @@ def main() -> None:
         text = (
             "Truth is the step with a hook that sends nothing, by the step with the monitor. Layers of device_like\n"
             "take time but no core, as those of an accelerator; the other nets compute on the two cores that also sum\n"
-            "and send the gradients: that slows them down, which is no wait. It counts in S and not in e.\n\n"
+            "and send the gradients. What that slows down is no wait: it would count in S and not in e.\n\n"
         )
         rows = [row(name, data[name]) for name in SETTINGS if name in data]
         write("observe", f"python benchmarks/observe.py --rounds {arguments.rounds}", data, text + table(HEADER, rows))
