@@ -85,10 +85,9 @@ def main() -> None:
         except ClusterUnavailable as error:
             sys.exit(f"no emulated cluster here: {error}")
         text = (
-            "Truth is the step with a hook that sends nothing, by the step with the monitor. The layers of\n"
-            "device_like take time but no core, as those of an accelerator; the other nets compute on the two cores\n"
-            "that also sum and send the gradients: that slows them down, which is no wait. It counts in S\n"
-            "and not in e.\n\n"
+            "Truth is the step with a hook that sends nothing, by the step with the monitor. Layers of device_like\n"
+            "take time but no core, as those of an accelerator; the other nets compute on the two cores that also sum\n"
+            "and send the gradients. What that slows down is no wait: it would count in S and not in e.\n\n"
         )
         rows = [row(name, data[name]) for name in SETTINGS if name in data]
         write("observe", f"python benchmarks/observe.py --rounds {arguments.rounds}", data, text + table(HEADER, rows))
