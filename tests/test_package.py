@@ -62,7 +62,7 @@ def test_wheel_holds_the_package_and_its_configs_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_fourmin"}
-    assert "lightning_fourmin/conf/strategy/fourmin.yaml" in names
+    assert {"lightning_fourmin/conf/strategy/fourmin.yaml", "lightning_fourmin/report/templates/run.html"} <= set(names)
     # It stands for the tree where that is beside the package.
     assert "lightning_fourmin/conf.py" not in names
 

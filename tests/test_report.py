@@ -44,7 +44,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     }
     for text in (
         "done started 2026-11-16 11:16 UTC 61 s alexnet_bn_small 1 group of 2 ranks",
-        "top-5 99.9 %, loss 0.081, 8 epochs, 176 steps",
+        "top-5 99.9 %, loss 0.0812, 8 epochs, 176 steps",
         "fourmin train optim.lr=2",
         "2 ranks x 32 images = global batch 64.",
         "alexnet_bn_small, 1,234,567 parameters in 26 tensors",
@@ -97,7 +97,7 @@ def test_pictures_are_xml_with_ids_of_their_own_and_the_colours_of_the_theme(tmp
     assert len(ids) == len(set(ids))
     assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", page.source)) == set(ids)
     texts = [element.text for svg in page.svgs for element in svg.iter() if element.tag.endswith("}text")]
-    assert {"step", "100 %", "2^16", "2.5k", "256 B"} <= set(texts)
+    assert {"step", "100 %", "2^16", "2.4k", "256 B"} <= set(texts)
     for svg in page.svgs:
         styles = " ".join(element.get("style", "") for element in svg.iter())
         assert "var(--series-1)" in styles
@@ -135,10 +135,10 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
     assert not page.all("script")
     assert page.all("h1")[0].text == page.all("title")[0].text.removesuffix(" - fourmin") == SHOWN
     assert page.all("pre")[0].text == SHOWN
-    # name, started, model (twice), topology (twice), error, command, arithmetic, cpu, gpu, version (twice), override,
-    # config, layer (twice: in the row and in the sentence), dtype, first, last, table (thrice), algorithm (twice: in
-    # the head and as the choice).
-    assert page.text.count(SHOWN) == 24
+    # Heading, started, model and topology (twice each), error, command, arithmetic, processor, GPU, version (twice),
+    # override, config, layer (in its row and in the sentence), bucket (thrice), table (thrice), algorithm (in the head
+    # of the table, as the choice, in the key of the chart).
+    assert page.text.count(SHOWN) == 26
     assert len(page.svgs) == 8
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_has_logged_nothing(tmp_path: Path, text: str | None) -> None
         "The run is still going, or it was ended without a chance to say so.",
         "The run has not written down its batch arithmetic.",
         "Ranks not known: the run did not get that far",
-        "1 core, 2.00 GB; NVIDIA H100, NVIDIA H100",
+        "1 core, 2.00 GB; 2 x NVIDIA H100",
         "There is no config.yaml beside this page.",
         "Not logged: validation accuracy, loss, learning rate.",
         "No trust ratios were logged: they need LARS and TrustRatioMonitor.",

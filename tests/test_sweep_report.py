@@ -55,7 +55,7 @@ def test_markdown_is_a_table_and_the_errors(sweep: Path) -> None:
     assert lines[4] == "The same in all jobs: trainer.devices=2, name=a\\|b."
     table = [line for line in lines if line.startswith("|")]
     assert table[0].startswith("| job | status | optim.lr | top-1 | top-5 | val. loss |")
-    assert table[2].startswith("| 0 | done | 0 | 97.8 % | 99.9 % | 0.081 |")
+    assert table[2].startswith("| 0 | done | 0 | 97.8 % | 99.9 % | 0.0812 |")
     assert table[3].startswith("| 1 | failed | 1 |  |")
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
     assert "    ValueError: <b>lr</b>" in lines
@@ -67,18 +67,18 @@ def test_picture_is_xml_that_stands_alone(sweep: Path) -> None:
     text = (sweep / "sweep.svg").read_text()
     root = ET.fromstring(text)
     texts = [element.text for element in root.iter() if element.tag.endswith("}text")]
-    assert {"0 optim.lr=0", "10 optim.lr=10", "failed", "no record", "99.1 %", "2,346"} <= set(texts)
+    assert {"0 optim.lr=0", "10 optim.lr=10", "failed", "no record", "99.1\u00a0%", "2,346"} <= set(texts)
     assert "prefers-color-scheme: dark" in text
     assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}
 
 
 def test_page_has_all_jobs_side_by_side(sweep: Path) -> None:
     page = Page(write_sweep(sweep))
-    assert page.all("h1")[0].text == "digits, 4 jobs"
+    assert page.all("h1")[0].text == "Sweep of digits"
     assert "They differ in optim.lr. All have trainer.devices=2, name=a|b." in page.text
     rows = [row.text for row in page.all("tr")]
     assert rows[0].startswith("job status optim.lr top-1 top-5 val. loss")
-    assert rows[1].startswith("0 done 0 97.8 % 99.9 % 0.081")
+    assert rows[1].startswith("0 done 0 97.8 % 99.9 % 0.0812")
     assert page.all("tr", "best")[0].text.startswith("10 done 10 99.1 %")
     assert [link.attributes["href"] for link in page.all("a")] == ["0/report.html"]
     errors = [box.text for box in page.all("div", "error")]
@@ -107,7 +107,7 @@ def test_more_jobs_than_colours(tmp_path: Path) -> None:
         write_run(tmp_path / str(number), job(number, summary=replace(RUN.summary, top1=number / 20)), steps=10)
     page = Page(write_sweep(tmp_path))
     swatches = [element.attributes["style"] for element in page.all("i", "swatch")]
-    assert swatches == ["--c: var(--muted)"] * 3 + [f"--c: var(--series-{number})" for number in range(1, 9)]
+    assert swatches == ["--c: var(--faint)"] * 3 + [f"--c: var(--series-{number})" for number in range(1, 9)]
     assert "beyond eight jobs only the best eight have one" in page.text
 
 

@@ -25,6 +25,7 @@ class Line:
     color: str = INK
     style: Literal["line", "noisy", "dashes", "dots"] = "line"
     """noisy: a long series as its trend, with all values faintly behind."""
+    in_key: bool = True
 
     @property
     def css_color(self) -> str:
@@ -52,7 +53,10 @@ class Scale:
     top: float | None = None
 
 
-def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = Scale(), unit: str = "") -> Chart | None:  # noqa: B008
+LINEAR = Scale()
+
+
+def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = LINEAR, unit: str = "") -> Chart | None:
     """None if there is nothing to draw."""
     lines = [line for line in lines if len(line.series.steps) or line.series.num_bad]
     if not lines:
@@ -72,9 +76,17 @@ def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = Scal
             plot_line(axes, line)
         finish(axes, scale)
         axes.set_xlabel("step")
-        labels = ", ".join(line.label for line in lines)
+        labels = ", ".join(line.label for line in lines if line.in_key)
         svg = to_svg(figure, name, f"{title} over the steps of the run: {labels}")
     return Chart(title, svg, tuple(lines), tuple(notes))
+
+
+def loss_chart(name: str, title: str, lines: Sequence[Line]) -> Chart | None:
+    """Logarithmic where the end would be a flat line otherwise."""
+    values = np.concatenate([line.series.values for line in lines]) if lines else np.zeros(0)
+    if len(values) > 1 and 0 < values.min() * 30 < values.max():
+        return line_chart(name, f"{title}, logarithmic", lines, Scale(log_base=10))
+    return line_chart(name, title, lines)
 
 
 def small_figure() -> "Figure":
@@ -103,7 +115,7 @@ def finish(axes: "Axes", scale: Scale) -> None:
     """Ticks that people can read, and the range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     if scale.log_base:
         axes.set_yscale("log", base=scale.log_base)

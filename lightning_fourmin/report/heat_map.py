@@ -77,7 +77,8 @@ def _log_means(series: Series, edges: np.ndarray) -> np.ndarray:
     places = np.searchsorted(edges, series.steps[positive], side="right") - 1
     sums = np.bincount(places, np.log(series.values[positive]), len(edges))
     counts = np.bincount(places, minlength=len(edges))
-    return np.divide(sums, counts, out=np.full(len(edges), np.nan), where=counts > 0)
+    means: np.ndarray = np.divide(sums, counts, out=np.full(len(edges), np.nan), where=counts > 0)
+    return means
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

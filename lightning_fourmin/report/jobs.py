@@ -1,13 +1,13 @@
 """The jobs of a sweep: one run folder each, whatever became of it."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fourmin.report.headline import summary_so_far
 from lightning_fourmin.report.metrics import Metrics, read_metrics
 from lightning_fourmin.report.run_files import RUN_NAME, RunError, RunRecord, Summary
-from lightning_fourmin.report.svg import MUTED, SERIES
+from lightning_fourmin.report.svg import FAINT, SERIES
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def job_colors(jobs: list[Job]) -> dict[int, str]:
     """A colour a job; where there are more jobs than colours, the best ones get them."""
     order = sorted(jobs, key=lambda job: -(job.summary.top1 or 0.0)) if len(jobs) > len(SERIES) else jobs
     colored = sorted(job.number for job in order[: len(SERIES)])
-    return {job.number: MUTED for job in jobs} | dict(zip(colored, SERIES, strict=False))
+    return {job.number: FAINT for job in jobs} | dict(zip(colored, SERIES, strict=False))
 
 
 def differing_keys(jobs: list[Job]) -> list[str]:
@@ -70,12 +70,6 @@ def shared_settings(jobs: list[Job]) -> list[str]:
     for job in jobs:
         settings |= job.settings
     return [f"{key}={value}" for key, value in settings.items() if key not in differing]
-
-
-def result_columns(jobs: list[Job]) -> list[str]:
-    """Figures that at least one job has."""
-    figures = [asdict(job.summary) for job in jobs]
-    return [name for name in asdict(Summary()) if any(one[name] is not None for one in figures)]
 
 
 def _numbered(folder: Path) -> list[Path]:

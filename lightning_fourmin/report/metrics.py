@@ -4,7 +4,7 @@ import csv
 import io
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ class Series:
         for places in np.array_split(np.arange(len(self.steps)), num_bins):
             kept |= {int(places[self.values[places].argmin()]), int(places[self.values[places].argmax()])}
         order = sorted(kept)
-        return Series(self.steps[order], self.values[order])
+        return replace(self, steps=self.steps[order], values=self.values[order])
 
     @property
     def is_long(self) -> bool:
@@ -63,8 +63,9 @@ class Series:
         """The median of each of some stretches; a short series as it is."""
         if not self.is_long:
             return self
-        steps, values = np.array_split(self.steps, NUM_STRETCHES), np.array_split(self.values, NUM_STRETCHES)
-        return Series(np.array([np.median(part) for part in steps]), np.array([np.median(part) for part in values]))
+        places = np.array_split(np.arange(len(self.steps)), NUM_STRETCHES)
+        steps, values = (np.array([np.median(all_[part]) for part in places]) for all_ in (self.steps, self.values))
+        return replace(self, steps=steps, values=values)
 
 
 Metrics = dict[str, Series]

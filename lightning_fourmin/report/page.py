@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fourmin.files import write_whole
 from lightning_fourmin.report import words
-from lightning_fourmin.report.communication import algorithms_of, table_chart
 from lightning_fourmin.report.headline import headlines, summary_so_far
 from lightning_fourmin.report.heat_map import trust_ratio_map
 from lightning_fourmin.report.metrics import read_metrics
 from lightning_fourmin.report.run_files import RunRecord
 from lightning_fourmin.report.sections import learning, precision, throughput
+from lightning_fourmin.report.table_chart import algorithms_of, table_chart
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_fourmin.report.chart import Chart, Line, Scale, line_chart, top_without_outliers
+from lightning_fourmin.report.chart import Chart, Line, Scale, line_chart, loss_chart, top_without_outliers
 from lightning_fourmin.report.metrics import Metrics
 from lightning_fourmin.report.run_files import RunRecord, Summary
 from lightning_fourmin.report.svg import ALARM, MUTED, SERIES
@@ -29,8 +29,7 @@ def learning(metrics: Metrics) -> Section:
         Scale(percent=True),
     )
     losses = [*_noisy(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
-    wide = _is_wide(losses)
-    loss = line_chart("loss", "Loss, logarithmic" if wide else "Loss", losses, Scale(log_base=10 if wide else None))
+    loss = loss_chart("loss", "Loss", losses)
     rate = line_chart("rate", "Learning rate", _line(metrics, "lr", "rate of group 0", BLUE), Scale(from_zero=True))
     missing = [
         name
@@ -106,9 +105,3 @@ def _there(*charts: Chart | None) -> tuple[Chart, ...]:
 
 def _from_zero(lines: list[Line]) -> Scale:
     return Scale(from_zero=True, top=top_without_outliers(lines))
-
-
-def _is_wide(lines: list[Line]) -> bool:
-    """Whether the values begin so high that their end would be a flat line."""
-    values = np.concatenate([line.series.values for line in lines]) if lines else np.zeros(0)
-    return len(values) > 1 and bool(0 < values.min() * 30 < values.max())

@@ -3,19 +3,24 @@
 import io
 import re
 import xml.etree.ElementTree as ET
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Drawn in colours that nobody would pick; each becomes a CSS variable, so that light and dark share one picture.
-INK, MUTED, RULE, ALARM = "#000101", "#000102", "#000103", "#000104"
+INK, MUTED, FAINT, RULE, ALARM = (f"#00010{number}" for number in range(1, 6))
 SERIES = tuple(f"#0002{number:02x}" for number in range(1, 9))
-VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)", ALARM: "var(--alarm)"} | {
-    color: f"var(--series-{number})" for number, color in enumerate(SERIES, start=1)
+VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SERIES, start=1)} | {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    FAINT: "var(--faint)",
+    RULE: "var(--rule)",
+    ALARM: "var(--alarm)",
 }
 
-SETTINGS = {
+# Matplotlib types the keys as a closed list that changes with its versions.
+SETTINGS: dict[Any, Any] = {
     "axes.edgecolor": RULE,
     "axes.facecolor": "none",
     "axes.grid": True,
@@ -75,7 +80,8 @@ def to_svg(figure: "Figure", name: str, label: str, style: str = "") -> str:
         root.insert(0, sheet)
     ET.register_namespace("", _SVG)
     # ASCII with character references: the same bytes whatever encoding the reader expects.
-    return ET.tostring(root, encoding="us-ascii").decode().removeprefix("<?xml version='1.0' encoding='us-ascii'?>\n")
+    text: str = ET.tostring(root, encoding="us-ascii", xml_declaration=False).decode()
+    return text
 
 
 def _links(element: ET.Element) -> list[str]:

@@ -9,19 +9,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from lightning_fourmin.files import write_whole
-from lightning_fourmin.report.chart import Chart, Line, Scale, line_chart
+from lightning_fourmin.report.chart import Chart, Line, Scale, line_chart, loss_chart
 from lightning_fourmin.report.jobs import (
     Job,
     best_job,
     differing_keys,
     job_colors,
     read_jobs,
-    result_columns,
     shared_settings,
 )
 from lightning_fourmin.report.page import PAGE_NAME, write_page
 from lightning_fourmin.report.run_files import Summary
-from lightning_fourmin.report.svg import VARIABLES
+from lightning_fourmin.report.svg import FAINT, VARIABLES
 from lightning_fourmin.report.sweep_picture import sweep_picture
 from lightning_fourmin.report.words import duration, percent, plural, printable, rounded, whole
 
@@ -52,35 +51,39 @@ def write_sweep(folder: Path) -> Path:
     return page
 
 
-_FORMS: dict[str, tuple[str, Callable[[float], str]]] = {
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "top1": ("top-1", percent),
     "top5": ("top-5", percent),
     "val_loss": ("val. loss", rounded),
+    "steps": ("steps", whole),
     "images_per_s": ("images/s", whole),
+    "S": ("S", whole),
+    "N": ("N", whole),
     "e": ("e", percent),
     "step_ms": ("step ms", rounded),
     "exposed_ms": ("exposed ms", rounded),
     "skipped_steps": ("skipped", whole),
-    "loss_scale": ("loss scale", whole),
 }
-"""Heading and form of a figure; the others are whole numbers under their own name."""
+"""Figures for people, with heading and form; sweep.csv has all."""
 
 
 def _heads(jobs: list[Job]) -> list[str]:
-    figures = [_FORMS.get(name, (name, whole))[0] for name in result_columns(jobs)]
-    return [*differing_keys(jobs), *figures, "time"]
+    return [*differing_keys(jobs), *(_FIGURES[name][0] for name in _measured(jobs)), "time"]
 
 
 def _cells(job: Job, jobs: list[Job]) -> list[str]:
-    """Under `_heads`, for people; empty where there is no value."""
+    """Under `_heads`; empty where there is no value."""
     figures = asdict(job.summary)
-    shown = [
-        "" if figures[name] is None else _FORMS.get(name, (name, whole))[1](figures[name])
-        for name in result_columns(jobs)
-    ]
+    shown = ["" if figures[name] is None else _FIGURES[name][1](figures[name]) for name in _measured(jobs)]
     seconds = job.record.seconds if job.record else None
     time = "" if seconds is None else duration(seconds)
     return [*(job.settings.get(key, "") for key in differing_keys(jobs)), *shown, time]
+
+
+def _measured(jobs: list[Job]) -> list[str]:
+    """Figures that at least one job has."""
+    figures = [asdict(job.summary) for job in jobs]
+    return [name for name in _FIGURES if any(one[name] is not None for one in figures)]
 
 
 def _outcome(jobs: list[Job]) -> str:
@@ -94,18 +97,25 @@ def _outcome(jobs: list[Job]) -> str:
 
 
 def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
-    def overlaid(name: str, title: str, column: str, scale: Scale) -> Chart | None:
-        there = [job for job in jobs if column in job.metrics]
-        lines = [Line(f"job {job.number}", job.metrics[column].smoothed(), colors[job.number]) for job in there]
-        return line_chart(name, title, lines, scale)
+    # Jobs without a colour of their own lie behind and are not in the key.
+    order = sorted(jobs, key=lambda job: colors[job.number] != FAINT)
 
+    def lines(column: str) -> list[Line]:
+        return [
+            Line(f"job {job.number}", job.metrics[column].smoothed(), color, in_key=color != FAINT)
+            for job in order
+            for color in [colors[job.number]]
+            if column in job.metrics
+        ]
+
+    from_zero = Scale(from_zero=True)
     charts = [
-        overlaid("top1", "Validation top-1 accuracy", "val/top1", Scale(percent=True)),
-        overlaid("train-loss", "Training loss", "train/loss", Scale()),
-        overlaid("val-loss", "Validation loss", "val/loss", Scale()),
-        overlaid("rate", "Learning rate", "lr", Scale(from_zero=True)),
-        overlaid("images", "Images per second", "fourmin/T", Scale(from_zero=True)),
-        overlaid("efficiency", "Efficiency e", "fourmin/e", Scale(percent=True, from_zero=True)),
+        line_chart("top1", "Validation top-1 accuracy", lines("val/top1"), Scale(percent=True)),
+        loss_chart("train-loss", "Training loss", lines("train/loss")),
+        loss_chart("val-loss", "Validation loss", lines("val/loss")),
+        line_chart("rate", "Learning rate", lines("lr"), from_zero),
+        line_chart("images", "Images per second", lines("fourmin/T"), from_zero),
+        line_chart("efficiency", "Efficiency e", lines("fourmin/e"), Scale(percent=True, from_zero=True)),
     ]
     return [chart for chart in charts if chart is not None]
 

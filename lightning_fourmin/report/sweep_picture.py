@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fourmin.report.chart import Line, Scale, finish, plot_line, tick
 from lightning_fourmin.report.jobs import Job, differing_keys
-from lightning_fourmin.report.svg import ALARM, MUTED, SETTINGS, to_svg
+from lightning_fourmin.report.svg import ALARM, FAINT, MUTED, SETTINGS, to_svg
 from lightning_fourmin.report.words import percent, printable, whole
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _curves(axes: "Axes", title: str, column: str, jobs: list[Job], colors: dict
     axes.set_title(title)
     axes.set_xlabel("step")
     # Jobs without a colour of their own lie behind.
-    for job in sorted(jobs, key=lambda job: colors[job.number] != MUTED):
+    for job in sorted(jobs, key=lambda job: colors[job.number] != FAINT):
         if column in job.metrics and len(job.metrics[column].steps):
             plot_line(axes, Line("", job.metrics[column].smoothed(), colors[job.number]))
     finish(axes, Scale(percent=column == "val/top1"))
@@ -59,20 +59,21 @@ def _ends(
     figure_of: Callable[[Job], float | None],
     form: Callable[[float], str],
 ) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     axes.set_title(title)
     axes.set_ylim(len(jobs) - 0.5, -0.5)
     for place, job in enumerate(jobs):
         value = figure_of(job)
         if value is None:
-            where = {"xy": (0, place), "xycoords": ("axes fraction", "data"), "va": "center"}
-            axes.annotate(job.status, color=ALARM if job.error else MUTED, **where)
+            text, color = (job.status, ALARM) if job.error else ("not measured", MUTED)
+            axes.text(0.02, place, text, color=color, va="center", transform=axes.get_yaxis_transform())
         else:
             axes.plot([value], [place], "o", color=colors[job.number], ms=7, mew=0)
             axes.annotate(form(value), (value, place), (9, 0), textcoords="offset points", va="center")
     axes.margins(x=0.3)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.grid(False)
+    axes.xaxis.set_major_locator(MaxNLocator(4) if axes.lines else NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value) if form is percent else tick(value)))
 
 

@@ -16,7 +16,7 @@ def printable(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}\u00a0%"
 
 
 def whole(number: float) -> str:
