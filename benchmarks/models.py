@@ -1,5 +1,8 @@
 """The nets that the benchmarks train."""
 
+import time
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -101,8 +104,45 @@ class ResNet18(nn.Sequential):
         super().__init__(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
+class _Busy(torch.autograd.Function):
+    """Takes time and leaves the cores alone, forward and backward, as work on an accelerator does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(LAYER_S)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(2 * LAYER_S)
+        return grad
+
+
+class _DeviceLayer(nn.Module):
+    """Work elsewhere, and weights with gradients."""
+
+    def __init__(self, num_weights: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Busy.apply(x + self.weight.mean())
+
+
+LAYER_S = 5e-3
+
+
+class DeviceLike(nn.Sequential):
+    """Eight layers of 0.25 M weights whose computing needs no core: what ranks do not share they cannot slow down."""
+
+    def __init__(self) -> None:
+        layers = [_DeviceLayer(250_000) for _ in range(8)]
+        super().__init__(nn.Flatten(), nn.Linear(3 * 8 * 8, 10), *layers)
+
+
 NETS: dict[str, tuple[type[nn.Module], int, int]] = {
     "fc_heavy": (FullyConnectedHeavy, 32, 32),
     "deep_narrow": (DeepNarrow, 16, 16),
+    "device_like": (DeviceLike, 8, 16),
 }
 """Of the step benchmark: name -> net, image side in pixels, batch a rank."""

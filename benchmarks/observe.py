@@ -16,11 +16,13 @@ from stats import estimate, paired_ratio
 SETTINGS = {
     f"{nodes}x{ranks}_{rate}_{net}": (nodes, ranks, rate, net)
     for nodes, ranks, rate, net in (
+        (2, 1, "200mbit", "device_like"),
+        (2, 2, "200mbit", "device_like"),
+        (2, 2, "1gbit", "device_like"),
         (2, 1, "200mbit", "fc_heavy"),
-        (2, 1, "1gbit", "fc_heavy"),
         (2, 1, "200mbit", "deep_narrow"),
+        (2, 1, "1gbit", "deep_narrow"),
         (2, 2, "200mbit", "fc_heavy"),
-        (2, 2, "1gbit", "fc_heavy"),
     )
 }
 GOAL, COST_GOAL = 0.05, 1.01
@@ -54,7 +56,7 @@ def row(name: str, rounds: list[dict[str, float]]) -> list[str]:
         f"{estimate(truth).median:.3f}",
         f"{estimate(values('e')).median:.3f}",
         str(error),
-        "yes" if error.low <= GOAL and error.high >= -GOAL else "NO",
+        "yes" if abs(error.median) <= GOAL else "NO",
         str(monitored),
         str(traced),
         "yes" if traced.low <= COST_GOAL else "NO",
@@ -83,8 +85,9 @@ def main() -> None:
         except ClusterUnavailable as error:
             sys.exit(f"no emulated cluster here: {error}")
         text = (
-            "Truth is the step with a hook that sends nothing, by the step with the monitor. With one rank a node\n"
-            "every rank has a core of its own; with two, four ranks share two cores.\n\n"
+            "Truth is the step with a hook that sends nothing, by the step with the monitor. Layers of device_like\n"
+            "take time but no core, as those of an accelerator; the other nets compute on the two cores that also sum\n"
+            "and send the gradients: that slows them down, which is no wait. It counts in S and not in e.\n\n"
         )
         rows = [row(name, data[name]) for name in SETTINGS if name in data]
         write("observe", f"python benchmarks/observe.py --rounds {arguments.rounds}", data, text + table(HEADER, rows))

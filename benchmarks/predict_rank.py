@@ -25,6 +25,7 @@ from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table, through
 from lightning_fourmin.predict.profile import measure_profile
 
+PREDICTED = ("fc_heavy", "deep_narrow")
 VARIANTS = ("no_comm", "fourmin", "fourmin_fp16")
 TIMEOUT = timedelta(minutes=5)
 HOST_BYTES = (4096, 1 << 18, 1 << 20, 8 << 20)
@@ -71,10 +72,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    steps: dict[str, dict[str, list[float]]] = {net: {variant: [] for variant in VARIANTS} for net in NETS}
-    profiles: dict[str, list[dict[str, Any]]] = {net: [] for net in NETS}
+    steps: dict[str, dict[str, list[float]]] = {net: {variant: [] for variant in VARIANTS} for net in PREDICTED}
+    profiles: dict[str, list[dict[str, Any]]] = {net: [] for net in PREDICTED}
     for turn in range(arguments.rounds):
-        for net in NETS:
+        for net in PREDICTED:
             for variant in VARIANTS if turn % 2 == 0 else VARIANTS[::-1]:
                 steps[net][variant].append(fit_once(variant, net, 8, 3, nodes, ranks_per_node))
             profiles[net].append(profile(net))

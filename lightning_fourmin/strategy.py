@@ -255,7 +255,10 @@ class FourMinStrategy(DDPStrategy):
 
     def _announce(self, engine: Engine) -> None:
         wire = str(engine.wire_dtype or "gradients' dtype").removeprefix("torch.")
-        buckets = "as DDP cuts them" if self.fusion_plan is None else str(len(self.fusion_plan.buckets))
+        buckets = "as DDP cuts them"
+        if self.fusion_plan is not None:
+            tuned = " (measured cuts)" if self.fusion_plan.threshold_bytes is None else ""
+            buckets = f"{len(self.fusion_plan.buckets)}{tuned}"
         rank_zero_info(
             f"fourmin: {engine.topology}; buckets: {buckets}; wire: {wire}; all-reduce ({engine.table.source}): "
             f"{engine.table.summary()}"
@@ -272,7 +275,7 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._span("forward"):
+        with self._span("training_step"):
             return super().training_step(*args, **kwargs)
 
     @override

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 
@@ -29,6 +30,7 @@ def nccl_rank(rank: int, port: int) -> None:
         table = AllReduceTable.from_cost_model(topology, "nccl").only(algorithm)
         for wire_dtype in (None, torch.float16):
             engine = Engine(topology, table, ProcessGroups.shared(timeout), device, wire_dtype)
+            meter = engine.meter = Meter(device)
             slow = torch.ones(4096, 4096, device=device)
             for _ in range(20):
                 slow = slow @ slow.clamp(max=1e-3)
@@ -42,6 +44,9 @@ def nccl_rank(rank: int, port: int) -> None:
             torch.cuda.synchronize()
             assert all(bool((mean == 1.5).all()) for mean in means), (nodes, algorithm, wire_dtype)
             assert host_went_ahead, "submit waited for the device"
+            communication = meter.take().communication()
+            assert communication.num_bytes == 1009 * (wire_dtype or torch.float32).itemsize
+            assert 0 < communication.exposed_s <= communication.busy_s < 10
             engine.raise_error()
             engine.close()
     dist.destroy_process_group()

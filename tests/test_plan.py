@@ -13,11 +13,15 @@ from torch import nn
 
 from lightning_fourmin.app.plan import PlanOptions, predict
 from lightning_fourmin.app.verb import CONF
+from lightning_fourmin.comm.cost import DEFAULT_LINKS, Link, Links
+from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.models import build_model
 from lightning_fourmin.predict.cluster import Cluster
 from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniques, train
 from lightning_fourmin.predict.search import FUSION_MB, best_settings, bottleneck
 from lightning_fourmin.predict.stragglers import Stragglers
+from lightning_fourmin.predict.tuned import with_table
 from lightning_fourmin.predict.work import peak_profile
 
 Fourmin = Callable[..., tuple[int, str, str]]
@@ -124,6 +128,30 @@ def test_module_by_import_path_measured_here() -> None:
     assert outlook.prediction.compute_ms > 0
 
 
+def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -> None:
+    """A table that was made of known links: they are found again, and its choices hold on its own ranks."""
+    links = Links(Link(2e-5, 1e-9), Link(5e-5, 1e-9), Link(3e-4, 8e-9), DEFAULT_LINKS["gloo"].reduce_s_per_byte)
+    topology = Topology.build([rank // 4 for rank in range(16)])
+    table = AllReduceTable.from_cost_model(topology, "gloo", links).only("torus")
+    made = AllReduceTable.from_cost_model(topology, "gloo", links)
+    (tmp_path / "tables").mkdir()
+    made.to_csv(tmp_path / "tables" / "all.csv")
+    table.to_csv(tmp_path / "tables" / "torus.csv")
+    cluster, read = with_table(Cluster.from_config(config()), tmp_path / "tables" / "all.csv")
+    assert (cluster.ranks_per_node, cluster.backend, read.topology_key) == (4, "gloo", made.topology_key)
+    for name in ("inside", "between"):
+        found, known = getattr(cluster.links, name), getattr(links, name)
+        assert (found.latency_s, found.s_per_byte) == pytest.approx((known.latency_s, known.s_per_byte), rel=1e-3)
+    # On its own 16 ranks the table chooses, on others the cost model with those links.
+    arguments = [one for one in SMALL if not one.startswith("num_ranks")]
+    for num_ranks, name, choice in ((16, "torus", "torus (cost model)"), (32, "all", "hierarchical up to")):
+        given = [f"num_ranks={num_ranks}", f"table=tables/{name}.csv", "out=null"]
+        code, output, errors = fourmin("plan", *arguments, *given)
+        assert code == 0, errors
+        assert f"{num_ranks} ranks on {num_ranks // 4} nodes" in output
+        assert f"float16 wire, {choice}" in output
+
+
 # Scenarios.
 
 
@@ -167,12 +195,12 @@ def test_best_settings_are_at_least_as_fast_as_those_tried_one_by_one(scenario: 
 
 
 def test_bottleneck_names_what_to_take_away(scenario: Scenario) -> None:
-    assert bottleneck(scenario).startswith("Latency between nodes: without it a step would take ")
-    assert bottleneck(replace(scenario, num_ranks=1)).startswith("Compute: one rank has nobody to communicate with")
+    assert bottleneck(scenario).startswith("Bottleneck: latency between nodes; without, a step would take ")
+    assert bottleneck(replace(scenario, num_ranks=1)).startswith("Bottleneck: compute; one rank does not communicate")
     patient = replace(scenario, profile=scenario.profile.scaled(1000))
-    assert bottleneck(patient).startswith("Compute: ")
+    assert bottleneck(patient).startswith("Bottleneck: compute, ")
     slow = replace(patient, stragglers=Stragglers(probability=0.1, slowdown=3.0))
-    assert bottleneck(slow).startswith("Slow ranks: without it a step would take ")
+    assert bottleneck(slow).startswith("Bottleneck: slow ranks; without, a step would take ")
 
 
 def test_training_time(scenario: Scenario) -> None:
@@ -221,11 +249,17 @@ def test_training_time(scenario: Scenario) -> None:
             ["module=test_plan:Gone", "input_shape=[4]"],
             "module=test_plan:Gone cannot be imported (module 'test_plan' has",
         ),
+        (
+            ["module=test_plan:Tiny", "module_options={depth: 3}"],
+            "module=test_plan:Tiny cannot be made with module_options (",
+        ),
+        (["fusion_mb=-1"], "fusion_mb=-1 must be 0 (every gradient alone) or more"),
         (["module=test_plan:not_a_module"], "module=test_plan:not_a_module makes a str, not a torch.nn.Module"),
         (
             ["module=test_plan:Tiny", "input_shape=null"],
             "input_shape is not given: module needs the shape of one sample",
         ),
+        (["table=nowhere.csv"], "table=nowhere.csv cannot be read ([Errno 2] No such file or directory"),
         (["model=resnet51"], "model=resnet51 is not known: did you mean resnet50?"),
         (["cluster=p41"], "cluster=p41 is not known"),
     ],

@@ -37,8 +37,8 @@ def fusion(profile: Profile, *counts: int) -> FusionPlan:
     return FusionPlan(tuple(buckets), (), 0)
 
 
-def only(algorithm: str, topology: Topology) -> AllReduceTable:
-    return AllReduceTable(topology.key, "gloo", "by hand", (Row(1, {algorithm: 1.0}),))
+def only(algorithm: str, topology: Topology, chunk_bytes: int | None = None) -> AllReduceTable:
+    return AllReduceTable(topology.key, "gloo", "by hand", (Row(1, {algorithm: 1.0}),), chunk_bytes=chunk_bytes)
 
 
 def links(latency_s: float, s_per_byte: float, inside: Link | None = None, num_nics: int = 1) -> Links:
@@ -101,7 +101,8 @@ def test_pieces_pass_the_stages_one_behind_the_other() -> None:
     and the first one's broadcast finds the link inside free when the second has been reduced."""
     topology = nodes(2, 2)
     made = profile((2, 0.0), forward_s=0.0, update_s=0.0)
-    plan = Plan(fusion(made), only("hierarchical", topology), topology, links(1.0, 0.0, Link(1.0, 0.0)), chunk_bytes=4)
+    table = only("hierarchical", topology, chunk_bytes=4)
+    plan = Plan(fusion(made), table, topology, links(1.0, 0.0, Link(1.0, 0.0)))
     step = simulate(made, plan)
     assert [(s.start_s, s.end_s) for s in lane(step, "reduce")] == [(0, 2), (2, 4)]
     assert [(s.start_s, s.end_s) for s in lane(step, "scatter")] == [(2, 4), (4, 6)]
@@ -141,7 +142,7 @@ def test_cores_that_serve_communication_compute_more_slowly() -> None:
 def test_one_bucket_in_one_piece_takes_what_the_cost_model_says(algorithm: str, topology: Topology) -> None:
     made = profile((300_000, 0.0), forward_s=0.0, update_s=0.0)
     made_links = Links(Link(1e-5, 1e-10), Link(3e-5, 3e-10), Link(2e-4, 5e-9), 7e-11, 2)
-    plan = Plan(fusion(made), only(algorithm, topology), topology, made_links, chunk_bytes=1 << 40)
+    plan = Plan(fusion(made), only(algorithm, topology, chunk_bytes=1 << 40), topology, made_links)
     assert simulate(made, plan).step_s == pytest.approx(all_reduce_s(algorithm, 1_200_000, topology, made_links))
 
 

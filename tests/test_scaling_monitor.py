@@ -83,7 +83,7 @@ class Slow(Callback):
 
     def _pause(self, hook: str) -> None:
         if current_case().rank == self._rank and self._hook == hook:
-            time.sleep(0.25)
+            time.sleep(0.15)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._pause("start")
@@ -178,7 +178,7 @@ def test_one_device_waits_for_nobody_and_validation_does_not_count(tmp_path: Pat
     monitor = ScalingMonitor()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=3, val_check_interval=1, callbacks=[monitor], log_every_n_steps=1,
+        accelerator="cpu", devices=1, max_steps=2, val_check_interval=1, callbacks=[monitor], log_every_n_steps=1,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path, **quiet,
     )  # fmt: skip
     loader = DataLoader(torch.utils.data.TensorDataset(torch.randn(6, 3, 8, 8), torch.arange(6)), 2)

@@ -123,22 +123,19 @@ def test_auto_measures_once_and_keeps_the_table(ranks: RankPool) -> None:
 
 
 def fit_with_groups_of_one(path: Path, group_size: int | None) -> str:
-    """The topology that the run says it uses, twice, or the error."""
-    strategy = FourMinStrategy(table=path, group_size=group_size)
+    """The topology that the run says it uses, or the error."""
     try:
-        lines = [*info_lines_of_fit(strategy), *info_lines_of_fit(strategy)]
+        lines = info_lines_of_fit(FourMinStrategy(table=path, group_size=group_size))
     except ValueError as error:
         return str(error)
-    return "\n".join(line.split(";")[0] for line in lines)
+    return lines[-1].split(";")[0] if lines else "only rank 0 speaks"
 
 
 def test_table_brings_the_groups_that_it_found_best(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     tuned = AllReduceTable.from_cost_model(Topology.build([0, 0], 1), "gloo")
     replace(tuned, group_size=1, chunk_bytes=1000).to_csv(path)
-    assert ranks.run(fit_with_groups_of_one, path, None)[0] == "\n".join(
-        ["fourmin: 2 ranks on 1 node, 2 x groups of 1"] * 2
-    )
+    assert ranks.run(fit_with_groups_of_one, path, None)[0] == "fourmin: 2 ranks on 1 node, 2 x groups of 1"
     errors = ranks.run(fit_with_groups_of_one, path, 2)
     assert errors[0] == errors[1]
     assert "was measured for topology_key 'nodes1x2_groups2x1', but this run has 'nodes1x2_groups1x2'" in errors[0]

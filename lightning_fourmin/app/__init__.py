@@ -10,6 +10,7 @@ VERBS = {
     "train": "trains; with no argument a small net on digits, with 2 ranks and a report at the end",
     "pack": "image folder -> tar shards with an index",
     "verify": "checks every byte of tar shards, or makes the index of shards that have none",
+    "tune": "measures all-reduce on this cluster, writes the table and says whether fourmin will help",
     "plan": "predicts step time, best fusion and algorithm, and scaling to thousands of ranks",
     "report": "the HTML page of a run, or of a sweep and its jobs",
 }

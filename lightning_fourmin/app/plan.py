@@ -1,6 +1,7 @@
 """`fourmin plan`: predicts a training step on a cluster, the best settings for it, and how it scales."""
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from lightning_fourmin.predict.outlook import Outlook
 from lightning_fourmin.predict.profile import Profile, measure_profile
 from lightning_fourmin.predict.scenario import Scenario
 from lightning_fourmin.predict.stragglers import Stragglers
+from lightning_fourmin.predict.tuned import with_table
 from lightning_fourmin.predict.work import peak_profile
 from lightning_fourmin.strategy import DEFAULT_FUSION_MB, WIRE_DTYPES
 
@@ -32,7 +34,7 @@ class PlanOptions:
     model: str = "resnet50"
     cluster: dict[str, Any] = field(default_factory=dict)
     module: str | None = None
-    module_options: dict[str, Any] = field(default_factory=dict)
+    module_options: dict[str, Any] | None = None
     input_shape: list[int] | None = None
     num_classes: int = 1000
     batch_size: int = 64
@@ -70,10 +72,7 @@ def _plan(options: PlanOptions) -> None:
     print(outlook)
     if options.out is not None:
         outlook.write(Path(options.out))
-        print(
-            f"\nwritten: {', '.join(str(Path(options.out, f'plan.{end}')) for end in ('json', 'svg'))}, "
-            f"{Path(options.out, 'trace.json')}"
-        )
+        print(f"\nwritten: plan.json, plan.svg and trace.json in {options.out}")
 
 
 def predict(options: PlanOptions) -> Outlook:
@@ -84,9 +83,13 @@ def predict(options: PlanOptions) -> Outlook:
     for name in ("samples_per_s", "switch_mb"):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise PlanError(f"{name}={value:g} must be above 0")
+    if options.fusion_mb is not None and options.fusion_mb < 0:
+        raise PlanError(f"fusion_mb={options.fusion_mb:g} must be 0 (every gradient alone) or more")
     if options.wire_dtype not in WIRE_DTYPES:
         raise PlanError(f"wire_dtype={options.wire_dtype} is not known: choose one of {', '.join(WIRE_DTYPES)}")
-    cluster = Cluster.from_config(options.cluster)
+    cluster, table = Cluster.from_config(options.cluster), None
+    if options.table is not None:
+        cluster, table = with_table(cluster, Path(options.table))
     make = _maker(options.model, options.num_classes) if options.module is None else _imported(options)
     with torch.device("meta"):
         module = make()
@@ -102,6 +105,7 @@ def predict(options: PlanOptions) -> Outlook:
         options.switch_mb,
         wire_dtype=WIRE_DTYPES[options.wire_dtype],
         stragglers=Stragglers(**options.stragglers),
+        measured=table,
     )
     return Outlook.of(scenario, fp32_profile, options.epochs, options.num_samples, options.most_ranks)
 
@@ -114,6 +118,7 @@ def _imported(options: PlanOptions) -> Make:
     """What `module=package.file:Name` names, ready to be called."""
     assert options.module is not None
     place, _, name = options.module.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script has not
     try:
         made_by = getattr(importlib.import_module(place), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -121,9 +126,14 @@ def _imported(options: PlanOptions) -> Make:
             f"module={options.module} cannot be imported ({error}): write package.file:Name, and run the command where "
             "Python finds the package"
         ) from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
 
     def make() -> nn.Module:
-        module = made_by(**options.module_options)
+        try:
+            module = made_by(**(options.module_options or {}))
+        except TypeError as error:
+            raise PlanError(f"module={options.module} cannot be made with module_options ({error})") from error
         if not isinstance(module, nn.Module):
             raise PlanError(f"module={options.module} makes a {type(module).__name__}, not a torch.nn.Module")
         return module

@@ -41,16 +41,18 @@ class PhaseCost:
     stage: str
     latency_s: float
     transfer_s: float
-    """Bytes and sums."""
+    sums_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.latency_s + self.transfer_s
+        return self.latency_s + self.transfer_s + self.sums_s
 
 
 def all_reduce_s(algorithm: str, num_bytes: int, topology: Topology, links: Links) -> float:
     """Seconds that one all-reduce of `num_bytes` takes by itself."""
-    return sum(phase.total_s for phase in phase_costs(algorithm, num_bytes, topology, links))
+    phases = phase_costs(algorithm, num_bytes, topology, links)
+    # In this order algorithms that cost the same cost exactly the same, and a tie goes to the simplest.
+    return sum(p.latency_s for p in phases) + sum(p.transfer_s for p in phases) + sum(p.sums_s for p in phases)
 
 
 def phase_costs(algorithm: str, num_bytes: int, topology: Topology, links: Links) -> tuple[PhaseCost, ...]:
@@ -60,8 +62,7 @@ def phase_costs(algorithm: str, num_bytes: int, topology: Topology, links: Links
     wire, num_nics = (links.between, links.num_nics) if num_nodes > 1 else (links.inside_backend, 1)
     if algorithm in ("ring", "halving_doubling", "parameter_server"):
         steps, copies, sums = _flat(algorithm, p)
-        byte_s = copies * wire.s_per_byte / num_nics + sums * g
-        return (PhaseCost("scatter", steps * wire.latency_s, n * byte_s),)
+        return (PhaseCost("scatter", steps * wire.latency_s, copies * n * wire.s_per_byte / num_nics, sums * n * g),)
     if algorithm == "hierarchical":
         rounds, senders_a_node, share = 2 * (k - 1), q / num_nodes, 1.0
     elif algorithm == "torus":
@@ -75,8 +76,8 @@ def phase_costs(algorithm: str, num_bytes: int, topology: Topology, links: Links
     queue = max(1.0, senders_a_node / num_nics) if num_nodes > 1 else 1.0
     across_s = 2 * (q - 1) / q * n * share * queue * wire.s_per_byte
     return (
-        PhaseCost("reduce", one_way[0], one_way[1] + (k - 1) / k * n * g),
-        PhaseCost("scatter", queue * 2 * (q - 1) * wire.latency_s, across_s + (q - 1) / q * n * share * g),
+        PhaseCost("reduce", *one_way, (k - 1) / k * n * g),
+        PhaseCost("scatter", queue * 2 * (q - 1) * wire.latency_s, across_s, (q - 1) / q * n * share * g),
         PhaseCost("broadcast", *one_way),
     )
 

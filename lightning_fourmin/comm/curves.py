@@ -36,9 +36,11 @@ def draw(table: AllReduceTable, path: Path) -> None:
             axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     for size, below, above in switch_points(table):
         axes.axvline(size, color="grey", linestyle=":", linewidth=1)
+        # Curves rise from the lower left to the upper right: the other corners are free.
+        height, edge = (0.98, "top") if size * size < sizes[0] * sizes[-1] else (0.02, "bottom")
         text = f"{readable(size)}: {below} to {above}"
         axes.annotate(
-            text, (size, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=7
+            text, (size, height), xycoords=("data", "axes fraction"), rotation=90, va=edge, ha="right", fontsize=7
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -5,7 +5,8 @@
     rank 2   waits for 3 <-'         rank 3, on every rank
     rank 3   stopped, or slow
 
-Nothing is posted or asked as long as no wait is long.
+Nothing is posted or asked as long as no wait is long. On CUDA the host waits for no phase: there NCCL's own watchdog
+is the one that speaks.
 """
 
 import logging

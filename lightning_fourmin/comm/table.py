@@ -114,7 +114,12 @@ class AllReduceTable:
     def from_cost_model(cls, topology: Topology, backend: str, links: Links | None = None) -> "AllReduceTable":
         links = links or DEFAULT_LINKS.get(backend, DEFAULT_LINKS["gloo"])
         names = usable_algorithms(topology)
-        rows = [Row(n, {name: 1e3 * all_reduce_s(name, n, topology, links) for name in names}) for n in SIZES]
+
+        def milliseconds(algorithm: str, num_bytes: int) -> float:
+            # Sums in another order differ in the last digits: that must not decide between algorithms.
+            return float(f"{1e3 * all_reduce_s(algorithm, num_bytes, topology, links):.9g}")
+
+        rows = [Row(n, {name: milliseconds(name, n) for name in names}) for n in SIZES]
         return cls(topology.key, backend, "cost model", tuple(rows))
 
     def summary(self) -> str:
@@ -226,4 +231,4 @@ def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
 def readable(num_bytes: int) -> str:
     if num_bytes < 1024:
         return f"{num_bytes} B"
-    return f"{num_bytes / 1024:g} KiB" if num_bytes < 1024 * 1024 else f"{num_bytes / 1024 / 1024:g} MiB"
+    return f"{num_bytes / 1024:.4g} KiB" if num_bytes < 1024 * 1024 else f"{num_bytes / 1024 / 1024:.4g} MiB"

@@ -1,9 +1,9 @@
 """Spans of time on every rank, merged into one Chrome trace (opens in Perfetto or chrome://tracing).
 
-    main        [ forward ][ backward   [bucket 0: [copy]]   [bucket 1: [copy]]          ][ optimizer ]
-    scatter                                 [bucket 0]          [bucket 1]
-    finish                                        [bucket 0: [copy]]
-    piece 0                             [ [reduce [queue]] [scatter [queue]] ... ]
+    main        [ training_step ][ backward   [bucket 0: [copy]]   [bucket 1: [copy]]          ][ optimizer ]
+    scatter                                       [bucket 0]          [bucket 1]
+    finish                                              [bucket 0: [copy]]
+    piece 0                                   [reduce [queue]][scatter [queue]] ...
 
 A lane is a thread; a piece of a bucket has a track of its own, with its phases one after the other and, in each, how
 long the piece queued for the thread of the next stage.

@@ -31,6 +31,8 @@ SEARCH_SHARE = 0.2
 """Of the budget, for groups and again for chunks."""
 SEARCH_BYTES = (64 * 1024, 4 * 1024 * 1024)
 CHUNKS_BYTES = (CHUNK_BYTES // 4, CHUNK_BYTES, 4 * CHUNK_BYTES)
+ROUND_MS, MAX_REPEATS = 50.0, 8
+"""A round measures small sizes several times: they take little of the budget, and vary most."""
 CLEARLY = 0.95
 """Another group or chunk size than the default must take at most this share of its time."""
 
@@ -160,20 +162,23 @@ class _Tuner:
                 )
                 for name in usable_algorithms(topology)
             }
+            repeats: dict[int, int] = {}
             for size in self._sizes:  # warms up both halves of shared memory, and finds how far the budget reaches
                 self._one_round(engines, size, 0)
-                self._one_round(engines, size, 1)
+                slowest_ms = max(self._one_round(engines, size, 1).values())
                 times[size] = {name: [] for name in engines}
+                repeats[size] = max(1, min(MAX_REPEATS, int(ROUND_MS / slowest_ms)))
                 if self._over((1 + share) / 2):
                     break
             turn = 0
             while not turn or not self._over(1.0):
                 for size, by_name in times.items():
-                    for name, ms in self._one_round(engines, size, turn).items():
-                        by_name[name].append(ms)
+                    for repeat in range(repeats[size]):
+                        for name, ms in self._one_round(engines, size, turn + repeat).items():
+                            by_name[name].append(ms)
                 turn += 1
         rows = [Row(size, _medians(by_name), _quartiles(by_name)) for size, by_name in times.items()]
-        source = f"measured, n={turn}"
+        source = f"measured, n={turn}" + (f" to {turn * max(repeats.values())}" if max(repeats.values()) > 1 else "")
         return AllReduceTable(topology.key, dist.get_backend(), source, tuple(rows), chunk_bytes=chunk_bytes)
 
     def _engine(self, topology: Topology, name: str, chunk_bytes: int | None, shared_bytes: int) -> Engine:

@@ -40,7 +40,7 @@ class Cluster:
         fields = _Fields(config, f"cluster {config.get('name', 'without a name')!r}")
         links = Links(
             fields.link("inside"),
-            fields.link("inside_backend" if "inside_backend" in config else "inside"),
+            fields.link("inside_backend" if config.get("inside_backend") else "inside"),
             fields.link("between"),
             1 / (1e9 * fields.positive("reduce_gb_per_s")),
             fields.whole("nics_per_node"),

@@ -27,15 +27,13 @@ class Outlook:
 
     @classmethod
     def of(cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int) -> "Outlook":
-        curves = {
-            name: scaling_curve(variant, most_ranks) for name, variant in techniques(scenario, fp32_profile).items()
-        }
+        variants = techniques(scenario, fp32_profile)
         return cls(
             scenario,
             scenario.prediction,
             train(scenario, epochs, num_samples),
             best_settings(scenario),
-            curves,
+            {name: scaling_curve(variant, most_ranks) for name, variant in variants.items()},
             bottleneck(scenario),
         )
 

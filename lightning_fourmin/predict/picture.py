@@ -22,6 +22,7 @@ def draw(scenario: Scenario, curves: Mapping[str, Sequence[Prediction]]) -> str:
     for name, curve in curves.items():
         growth.plot(ranks, [point.T for point in curve], marker=".", label=name)
     growth.set_xscale("log", base=2)
+    growth.xaxis.set_major_formatter("{x:.0f}")
     growth.set_yscale("log")
     growth.set_xlabel("ranks")
     growth.set_ylabel("samples/s")

@@ -9,7 +9,6 @@ from torch import nn
 
 from lightning_fourmin.comm.algorithms import ALGORITHMS
 from lightning_fourmin.comm.cost import all_reduce_s
-from lightning_fourmin.comm.engine import CHUNK_BYTES
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
@@ -54,23 +53,24 @@ class Scenario:
     algorithm: str = "hybrid"
     group_size: int | None = None
     switch_mb: float | None = None
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
+    """Larger buckets go in pieces of about this size; None: what the table says, or the engine's default."""
     wire_dtype: torch.dtype = torch.float32
     stragglers: Stragglers = field(default_factory=Stragglers)
     measured: AllReduceTable | None = field(default=None, repr=False)
-    """Takes the place of the cost model where its topology is that of the scenario."""
+    """Takes the place of the cost model for the topology and the algorithms that it knows."""
 
     @cached_property
     def plan(self) -> Plan:
         topology = self.cluster.topology(self.num_ranks, self.group_size)
+        table = self._table(topology)
         return Plan(
             FusionPlan.build(self.parameters, self.fusion_mb),
-            self._table(topology),
+            table if self.chunk_bytes is None else replace(table, chunk_bytes=self.chunk_bytes),
             topology,
             self.cluster.links,
             self.wire_dtype.itemsize,
-            self.chunk_bytes,
-            host=self.cluster.host,
+            self.cluster.host,
         )
 
     def _table(self, topology: Topology) -> AllReduceTable:
@@ -80,12 +80,13 @@ class Scenario:
             return AllReduceTable(topology.key, backend, "cost model", tuple(rows))
         table = AllReduceTable.from_cost_model(topology, backend, links)
         if self.measured is not None and self.measured.topology_key == topology.key:
-            table = self.measured
+            known = ("hybrid", *self.measured.rows[0].milliseconds)
+            table = self.measured if self.algorithm in known else table
         if self.algorithm == "hybrid":
             return table if self.switch_mb is None else table.with_switch(int(self.switch_mb * MIB))
         if self.algorithm not in ALGORITHMS:
-            known = ", ".join(("hybrid", *ALGORITHMS, *COMPARED))
-            raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {known}")
+            names = ", ".join(("hybrid", *ALGORITHMS, *COMPARED))
+            raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {names}")
         try:
             return table.only(self.algorithm)
         except ValueError as error:
@@ -143,13 +144,16 @@ def techniques(scenario: Scenario, fp32_profile: Profile) -> dict[str, Scenario]
 
 
 def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
-    """Predictions for 1, 2, 4 ... ranks; a group size above the number of ranks waits until they suffice."""
+    """Predictions for 1, 2, 4 ... ranks; where they do not fill the groups, with what they allow."""
     curve = []
     num_ranks = 1
     while num_ranks <= most_ranks:
         group_size = scenario.group_size if (scenario.group_size or 0) <= num_ranks else None
+        equal = scenario.cluster.topology(num_ranks, group_size).equal_groups
+        algorithm = "hierarchical" if scenario.algorithm == "torus" and not equal else scenario.algorithm
         backups = min(scenario.stragglers.num_backups, num_ranks - 1)
         stragglers = replace(scenario.stragglers, num_backups=backups)
-        curve.append(replace(scenario, num_ranks=num_ranks, group_size=group_size, stragglers=stragglers).prediction)
+        variant = replace(scenario, num_ranks=num_ranks, group_size=group_size, algorithm=algorithm)
+        curve.append(replace(variant, stragglers=stragglers).prediction)
         num_ranks *= 2
     return curve

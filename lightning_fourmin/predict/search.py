@@ -54,7 +54,7 @@ def best_settings(scenario: Scenario) -> Best:
     return Best(
         best.algorithm,
         best.fusion_mb,
-        best.chunk_bytes / MIB,
+        (best.chunk_bytes or CHUNK_BYTES) / MIB,
         1e3 * best.step.step_s,
         switched.switch_mb,
         1e3 * switched.step.step_s,
@@ -71,13 +71,11 @@ def bottleneck(scenario: Scenario) -> str:
     """One sentence: what of the step would go away with which link, found by taking each away."""
     now = scenario.prediction
     if scenario.num_ranks == 1:
-        return (
-            f"Compute: one rank does not communicate; a step is {now.step_ms:.1f} ms of forward, backward and update."
-        )
+        return f"Bottleneck: compute; one rank does not communicate in its {now.step_ms:.1f} ms."
     if now.exposed_ms < HIDDEN * now.step_ms:
         return (
-            f"Compute: {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes {now.comm_ms:.1f} ms, nearly "
-            "all of it behind backward."
+            f"Bottleneck: compute, {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes {now.comm_ms:.1f} "
+            "ms, nearly all of it behind backward."
         )
     links = scenario.cluster.links
     what_if = {
@@ -92,8 +90,8 @@ def bottleneck(scenario: Scenario) -> str:
     saved_ms = {name: now.step_ms - 1e3 * other.step.step_s for name, other in what_if.items()}
     worst = max(saved_ms, key=lambda name: saved_ms[name])
     return (
-        f"{worst[0].upper()}{worst[1:]}: without it a step would take {now.step_ms - saved_ms[worst]:.1f} instead of "
-        f"{now.step_ms:.1f} ms, of which {now.exposed_ms:.1f} ms are exposed communication."
+        f"Bottleneck: {worst}; without, a step would take {now.step_ms - saved_ms[worst]:.1f} instead of "
+        f"{now.step_ms:.1f} ms ({now.exposed_ms:.1f} ms are exposed communication)."
     )
 
 

@@ -36,8 +36,6 @@ class Plan:
     links: Links
     wire_itemsize: int | None = None
     """Bytes of a number on the wire; None: those of the gradients."""
-    chunk_bytes: int = CHUNK_BYTES
-    """Larger buckets go in pieces of about this size (not in the ring)."""
     host: Link | None = None
     """What a piece costs the cores that compute (ranks on CPU); spread over the time that it is between groups."""
 
@@ -135,7 +133,8 @@ def _cut(bucket: Bucket, plan: Plan) -> list[tuple[str, int]]:
     itemsize = plan.wire_itemsize or bucket.dtype.itemsize
     numel = bucket.num_bytes // bucket.dtype.itemsize
     algorithm = plan.table.choose(numel * itemsize)
-    num_pieces = max(1, -(-numel * itemsize // plan.chunk_bytes)) if algorithm in IN_PIECES else 1
+    chunk_bytes = plan.table.chunk_bytes or CHUNK_BYTES
+    num_pieces = max(1, -(-numel * itemsize // chunk_bytes)) if algorithm in IN_PIECES else 1
     smaller, num_larger = divmod(numel, num_pieces)
     sizes = [(smaller + (number < num_larger)) * itemsize for number in range(num_pieces)]
     return [(algorithm, num_bytes) for num_bytes in sizes if num_bytes]

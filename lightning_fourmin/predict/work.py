@@ -40,7 +40,7 @@ def peak_profile(
 
     Shapes are enough for that: a copy runs on the meta device, so module and inputs may be there too.
     """
-    twin = copy.deepcopy(module).to("meta").train()
+    twin = _on_meta(module).train()
     given = [inputs] if isinstance(inputs, Tensor) else inputs
     shapes = [value.to("meta") if isinstance(value, Tensor) else value for value in given]
     try:
@@ -57,6 +57,13 @@ def peak_profile(
     update_s = device.seconds(0, UPDATE_BYTES_A_PARAMETER * num_parameters)
     source = f"FLOPs and bytes at {device.tflops:g} TFLOP/s and {device.memory_gb_per_s:g} GB/s"
     return profile_of([marks], update_s, twin, batch_size_of(inputs), source)
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy without values; weights that are shared stay shared, unlike after `to("meta")`."""
+    twins: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    twins |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, twins)
 
 
 class _WorkClock(TorchDispatchMode):

@@ -1,0 +1,189 @@
+"""`fourmin tune`: measures all-reduce on this cluster, writes the table, and says whether fourmin will help."""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from lightning_fourmin.app.job import external_rank
+from lightning_fourmin.app.launch import RankError, run_ranks
+from lightning_fourmin.app.verb import give_up, run_hydra, with_options
+from lightning_fourmin.comm.advice import StepTimes, sentence_for, sentence_without_model
+from lightning_fourmin.comm.curves import draw
+from lightning_fourmin.comm.fit import fit_transfer
+from lightning_fourmin.comm.fusion import MIB
+from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.merge import ReadyGradient, cuts_path, merge, write_cuts
+from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
+from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.comm.tuner import measure_table
+from lightning_fourmin.models import MODELS, build_model
+from lightning_fourmin.predict.profile import measure_profile
+
+TIMEOUT = timedelta(minutes=5)
+WIRE_SHARES = {None: 1.0, "fp32": 1.0, "fp16": 0.5, "bf16": 0.5}
+
+
+@dataclass
+class TuneOptions:
+    """Fields as in conf/tune.yaml."""
+
+    devices: int = 2
+    num_nodes: int = 1
+    accelerator: str = "auto"
+    budget_s: float = 30.0
+    largest_mb: float = 16.0
+    group_size: int | None = None
+    out: str | None = None
+    model: str | None = None
+    num_classes: int = 1000
+    image_size: int = 224
+    batch_size: int = 32
+    wire_dtype: str | None = None
+
+    def check(self) -> None:
+        for name in ("devices", "num_nodes", "budget_s", "largest_mb", "num_classes", "image_size", "batch_size"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.wire_dtype not in WIRE_SHARES:
+            raise ValueError(f"wire_dtype={self.wire_dtype} is not known: choose one of null, fp32, fp16, bf16")
+        if self.model is not None:
+            self.build_model()
+
+    def build_model(self) -> nn.Module:
+        assert self.model is not None
+        takes_size = self.model in MODELS and "image_size" in inspect.signature(MODELS[self.model]).parameters
+        return build_model(self.model, self.num_classes, **({"image_size": self.image_size} if takes_size else {}))
+
+
+def main() -> None:
+    task = with_options("tune", TuneOptions, _tune)
+    run_hydra("tune", lambda config: task(_with_model_by_name(config)))
+
+
+def _with_model_by_name(config: DictConfig) -> DictConfig:
+    """The configs of models are made for training; of one that was chosen only the name is needed."""
+    named = OmegaConf.masked_copy(config, [str(key) for key in config if key != "model"])
+    OmegaConf.set_struct(named, False)
+    named["model"] = config.model.model if "model" in config else None
+    return named
+
+
+def _tune(options: TuneOptions) -> None:
+    try:
+        options.check()
+        if external_rank() is None:
+            run_ranks(tune_rank, asdict(options), options.devices)
+        else:
+            tune_rank(asdict(options))
+    except (ValueError, RankError) as error:
+        give_up("tune", str(error))
+
+
+def tune_rank(config: dict[str, Any]) -> None:
+    """The work of one rank; who it is stands in the environment."""
+    options = TuneOptions(**config)
+    devices, num_nodes = _started(options)
+    fabric = Fabric(accelerator=options.accelerator, devices=devices, num_nodes=num_nodes, strategy="ddp")
+    fabric.launch()
+    tune(options, fabric.node_rank, fabric.device)
+
+
+def tune(options: TuneOptions, node_rank: int, device: torch.device) -> AllReduceTable:
+    """Measures and writes; rank 0 tells what was found. A collective call."""
+    nodes = [0] * dist.get_world_size()
+    dist.all_gather_object(nodes, node_rank)
+    topology = Topology.build(nodes, options.group_size)
+    groups = ProcessGroups.shared(TIMEOUT)
+    with _progress(options.budget_s) as progress:
+        table = measure_table(
+            topology,
+            groups,
+            device,
+            int(options.largest_mb * MIB),
+            options.budget_s,
+            search=options.group_size is None,
+            progress=progress,
+        )
+    path = Path(options.out) if options.out else cached_table_path(topology, table.backend)
+    told = [str(table), f"links: {table.fit}"]
+    if dist.get_rank() == 0:
+        table.to_csv(path)
+        draw(table, path.with_suffix(".svg"))
+        told.append(f"table: {path}, picture: {path.with_suffix('.svg')}")
+    if options.model is None:
+        told.append(sentence_without_model(table))
+    else:
+        images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
+        labels = torch.arange(options.batch_size, device=device) % options.num_classes
+        share = WIRE_SHARES[options.wire_dtype]
+        told += tune_fusion(options.build_model().to(device), images, labels, table, path, share)
+    if dist.get_rank() == 0:
+        print("\n".join(told), flush=True)
+    return table
+
+
+def tune_fusion(
+    net: nn.Module, images: Tensor, labels: Tensor, table: AllReduceTable, path: Path, wire_share: float
+) -> list[str]:
+    """Cuts the buckets of a net, writes that beside the table at `path` and tells what to expect: a collective call."""
+    dist.barrier()  # ranks measure at the same time, as they will train
+    profile = measure_profile(
+        net,
+        images,
+        lambda scores: nn.functional.cross_entropy(scores, labels),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
+    # DDP fills its buckets in the reverse order of registration, which is the ready order but for small changes.
+    ready_s = {gradient.name: gradient.ready_s for gradient in profile.gradients}
+    parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    gradients, latest_s = [], 0.0
+    for name, parameter in reversed(parameters):
+        latest_s = max(latest_s, ready_s[name])
+        gradients.append(ReadyGradient(parameter.numel() * parameter.element_size(), latest_s))
+    transfer = fit_transfer(table, sum(gradient.num_bytes for gradient in gradients))
+    buckets = merge(gradients, transfer, wire_share)
+    cuts = cuts_path(path, parameters)
+    if dist.get_rank() == 0:
+        made = f"{type(net).__name__}, {tuple(images.shape)}, {table.made}"
+        write_cuts(cuts, [sum(gradient.num_bytes for gradient in bucket) for bucket in buckets], made)
+    step = StepTimes(gradients, profile.backward_s, profile.forward_s + profile.update_s)
+    return [
+        f"buckets: {len(buckets)}, cut where backward has them ready: {cuts}",
+        sentence_for(step, table, buckets, wire_share),
+    ]
+
+
+def _started(options: TuneOptions) -> tuple[int, int]:
+    """Ranks a node and nodes, as the launcher has started them, or as asked for."""
+    if "LOCAL_WORLD_SIZE" in os.environ and external_rank() is not None:
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return local, int(os.environ["WORLD_SIZE"]) // local
+    if external_rank() is not None:
+        num_nodes = int(os.environ.get("SLURM_NNODES", 1))
+        return int(os.environ["SLURM_NTASKS"]) // num_nodes, num_nodes
+    return options.devices, options.num_nodes
+
+
+@contextmanager
+def _progress(budget_s: float) -> Iterator[Callable[[float], object]]:
+    """A bar on rank 0 that fills as the budget is spent."""
+    if dist.get_rank() != 0:
+        yield lambda share: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("measuring all-reduce"), BarColumn(), TimeElapsedColumn(), TextColumn(f"of {budget_s:g} s"))
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda share: bar.update(task, completed=share)

@@ -1,0 +1,49 @@
+"""A cluster as `fourmin tune` measured it: its table, and the links that explain the table."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_fourmin.comm.fit import fit_links
+from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.predict.cluster import Cluster
+from lightning_fourmin.predict.errors import PlanError
+
+
+def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
+    """The cluster with nodes, links and backend of a measured table, and that table, for as many ranks as it knows."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"table={path} cannot be read ({error}): give a CSV that fourmin tune has written") from error
+    topology, backend = _topology(path, text), re.search(r"^# backend: (.+)$", text, re.MULTILINE)
+    try:
+        table = AllReduceTable.from_csv(path, topology, "" if backend is None else backend[1])
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    sizes = {topology.node_of.count(node) for node in topology.node_of}
+    if len(sizes) > 1:
+        raise PlanError(f"table={path} is of nodes with {sorted(sizes)} ranks: a plan needs nodes alike")
+    fit = fit_links(table, topology)
+    measured = replace(
+        cluster, name=f"{path.name} ({fit})", backend=table.backend, ranks_per_node=sizes.pop(), links=fit.links
+    )
+    return measured, table
+
+
+def _topology(path: Path, text: str) -> Topology:
+    """The topology of a key like nodes2x4_groups4x2."""
+    found = re.search(r"^# topology_key: nodes([\dx+]+)_groups([\dx+]+)$", text, re.MULTILINE)
+    if found is None:
+        raise PlanError(f"table={path} does not say for which topology it is: give a CSV that fourmin tune has written")
+    nodes, groups = ([int(size) for run in key.split("+") for size in _run(run)] for key in found.groups())
+    node_of = [node for node, size in enumerate(nodes) for _ in range(size)]
+    ends = [sum(groups[: i + 1]) for i in range(len(groups))]
+    ranks = tuple(range(len(node_of)))
+    return Topology(tuple(node_of), tuple(ranks[end - size : end] for end, size in zip(ends, groups, strict=True)))
+
+
+def _run(run: str) -> list[str]:
+    count, _, size = run.partition("x")
+    return [size] * int(count)

@@ -1,0 +1,107 @@
+"""`fourmin tune` as users type it: table, picture and cuts, a sentence at the end, and what each mistake is told."""
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+from lightning_fourmin import FourMinStrategy
+from lightning_fourmin.app import main
+from lightning_fourmin.app.tune import TuneOptions, tune
+from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.models import build_model
+from pool import RankPool
+from ranks import current_case
+from training import Regression, data, rank_trainer
+
+
+def tune_and_fit(path: Path) -> tuple[str, str]:
+    """What the tuner printed, and how the next start cuts its buckets."""
+    options = TuneOptions(
+        budget_s=1.0, largest_mb=0.1, out=str(path), model="resnet_small", num_classes=2, image_size=8, batch_size=2
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        tune(options, current_case().node_rank, torch.device("cpu"))
+    strategy = FourMinStrategy(table=path)
+    trainer = rank_trainer(strategy, max_steps=1)
+    trainer.fit(Regression(build_model("resnet_small", 2)), data(3, 8, 8))
+    return printed.getvalue(), str(strategy.fusion_plan).splitlines()[0]
+
+
+def test_model_is_cut_and_the_next_start_uses_it(ranks: RankPool, tmp_path: Path) -> None:
+    (printed, first), (silent, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", nodes=[2, 1])
+    assert silent == ""
+    assert first == second
+    assert first.endswith("buckets, fusion measured cuts")
+    (cuts,) = tmp_path.glob("table.*.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["table.csv", "table.svg", cuts.name])
+    lines = printed.splitlines()
+    assert "all-reduce table for nodes1x2+1x1_groups1x2+1x1 on gloo (measured, n=" in printed
+    assert any(line.startswith("links: inside ") and "off by" in line for line in lines)
+    assert f"table: {tmp_path / 'table.csv'}, picture: {tmp_path / 'table.svg'}" in lines
+    assert lines[-1].startswith("Will it help you? ")
+    assert "ms a step with ddp" in lines[-1]
+
+
+def fourmin(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(sys, "argv", ["fourmin", "tune", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_local_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = fourmin(monkeypatch, "accelerator=cpu", "budget_s=1", "largest_mb=0.01", "out=new/table.csv")
+    output, errors = capfd.readouterr()
+    assert code == 0, errors
+    AllReduceTable.from_csv(tmp_path / "new" / "table.csv", Topology.build([0, 0]), "gloo", any_groups=True)
+    assert (tmp_path / "new" / "table.svg").read_text().startswith("<?xml")
+    assert "measuring all-reduce" in output
+    assert output.strip().splitlines()[-1].startswith("Will it help you? ")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("devices=0", "devices=0 must be above 0"),
+        ("budget_s=-1", "budget_s=-1.0 must be above 0"),
+        ("wire_dtype=fp8", "wire_dtype=fp8 is not known: choose one of null, fp32, fp16, bf16"),
+        ("model=resnet51", "model=resnet51 is not known: did you mean resnet50?"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, message: str
+) -> None:
+    assert fourmin(monkeypatch, argument) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"fourmin tune: {message}")
+    assert "Traceback" not in errors
+
+
+def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_fourmin.app.tune import _started
+
+    def started(**variables: Any) -> tuple[int, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, str(value))
+            return _started(TuneOptions(devices=3, num_nodes=1))
+
+    assert started() == (3, 1)
+    assert started(TORCHELASTIC_RUN_ID=1, RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4) == (4, 2)
+    slurm = {"SLURM_NTASKS": 6, "SLURM_JOB_NAME": "train", "SLURM_NNODES": 3, "SLURM_PROCID": 0}
+    assert started(**slurm) == (2, 3)
