@@ -19,6 +19,7 @@ from cluster import ClusterUnavailable, EmulatedCluster
 from models import NETS
 from results import read, table, write
 from stats import estimate
+from torch import nn
 
 from lightning_fourmin.comm.cost import Link
 from lightning_fourmin.comm.fit import fit_links
@@ -59,10 +60,10 @@ def predict(name: str, data: dict[str, Any]) -> dict[str, dict[str, float]]:
     chosen = AllReduceTable.from_cost_model(topology, "gloo")
     links, host = fit_links(measured, topology).links, fit_host(data["host_s"][chosen.choose(1 << 20)], topology)
     steps = {}
-    for net in data["steps_ms"]:
+    for net, taken in data["steps_ms"].items():
         parameters = list(NETS[net][0]().named_parameters())
         plan = Plan(FusionPlan.build(parameters, DEFAULT_FUSION_MB), chosen, topology, links, host=host)
-        profile = whole_step(data["profiles"][net], statistics.median(data["steps_ms"][net]["no_comm"]))
+        profile = whole_step(data["profiles"][net], dict(parameters), 1e-3 * statistics.median(taken["no_comm"]))
         steps[net] = {
             variant: 1e3 * simulate(profile, replace(plan, wire_itemsize=itemsize)).step_s
             for variant, itemsize in ITEMSIZES.items()
@@ -70,11 +71,12 @@ def predict(name: str, data: dict[str, Any]) -> dict[str, dict[str, float]]:
     return steps
 
 
-def whole_step(profiles: list[dict[str, Any]], no_comm_ms: float) -> Profile:
-    """The median profile; what a step without communication takes beyond forward and backward is its update."""
-    middle = sorted(profiles, key=lambda profile: profile["forward_s"] + profile["backward_s"])[len(profiles) // 2]
-    made = Profile(**middle | {"layers": (), "gradients": tuple(Gradient(**one) for one in middle["gradients"])})
-    return replace(made, update_s=max(0.0, 1e-3 * no_comm_ms - made.forward_s - made.backward_s))
+def whole_step(measured: dict[str, Any], parameters: dict[str, nn.Parameter], no_comm_s: float) -> Profile:
+    """A measured profile; what a step without communication takes beyond forward and backward is its update."""
+    gradients = tuple(Gradient(name, parameters[name].nbytes, at_s) for name, at_s in measured["ready_s"].items())
+    forward_s, backward_s = measured["forward_s"], measured["backward_s"]
+    update_s = max(0.0, no_comm_s - forward_s - backward_s)
+    return Profile((), gradients, forward_s, backward_s, update_s, 1, "measured with all ranks running")
 
 
 def fit_host(used: dict[str, float], topology: Topology) -> Link:
