@@ -1,5 +1,6 @@
 """What a process holds: a long run and many short ones must not hold more and more."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ from ranks import rank_env
 from training import rank_trainer
 
 
+SLACK = 2
+"""Files that are open, and threads that are ending, just when a footprint is taken."""
+
+
 class Footprint(NamedTuple):
     """Of this process, now."""
 
@@ -24,12 +29,18 @@ class Footprint(NamedTuple):
 
     @classmethod
     def take(cls) -> "Footprint":
+        gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
             len(os.listdir("/proc/self/task")),
             len(os.listdir("/proc/self/fd")),
             pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
         )
+
+
+def check_flat(first: Footprint, last: Footprint) -> None:
+    assert last.num_threads <= first.num_threads + SLACK
+    assert last.num_files <= first.num_files + SLACK
 
 
 class Validated(Net):
