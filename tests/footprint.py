@@ -2,8 +2,6 @@
 
 import gc
 import os
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +15,9 @@ from parity import Net, images
 from ranks import rank_env
 from training import rank_trainer
 
-SETTLE_S = 3.0
+
+SLACK = 2
+"""Files that are open, and threads that are ending, just when a footprint is taken."""
 
 
 class Footprint(NamedTuple):
@@ -29,12 +29,18 @@ class Footprint(NamedTuple):
 
     @classmethod
     def take(cls) -> "Footprint":
+        gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
             len(os.listdir("/proc/self/task")),
             len(os.listdir("/proc/self/fd")),
             pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
         )
+
+
+def check_flat(first: Footprint, last: Footprint) -> None:
+    assert last.num_threads <= first.num_threads + SLACK
+    assert last.num_files <= first.num_files + SLACK
 
 
 class Validated(Net):
@@ -76,23 +82,8 @@ def long_fit(folder: Path, num_steps: int, every: int) -> list[Footprint]:
 
 def many_fits(num_fits: int) -> list[Footprint]:
     """Footprints after each of so many fits in one process."""
-    taken: list[Footprint] = []
+    taken = []
     for _ in range(num_fits):
         rank_trainer(FourMinStrategy(fusion_mb=0.1), max_steps=3).fit(Net(), images(3))
-        taken.append(_settled(taken))
+        taken.append(Footprint.take())
     return taken
-
-
-def _settled(before: list[Footprint]) -> Footprint:
-    """The footprint once it is what it was after an earlier fit, or after some seconds: threads may still be ending."""
-    gc.collect()  # trainers are in cycles with their strategies, which hold connections to the store
-    deadline = time.monotonic() + SETTLE_S
-    while (now := Footprint.take())[:2] not in [taken[:2] for taken in before] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return now
-
-
-def grows(numbers: Sequence[int]) -> bool:
-    """Whether all of the second half are above all of the first: one that is up for a moment does not count."""
-    half = len(numbers) // 2
-    return min(numbers[half:]) > max(numbers[:half])

@@ -6,9 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dying import Death, fit_until_a_rank_dies
 from lightning_fourmin import FourMinStrategy
+from lightning_fourmin.comm.roll_call import RollCall
 from parity import Net, images
 from pool import RankFailure, RankPool
 from ranks import current_case
@@ -61,6 +63,20 @@ def test_survivors_say_what_went_wrong_on_another_rank(ranks: RankPool, tmp_path
     assert texts[1] == "ValueError: a bug of the user"
     for text in (texts[0], texts[2]):
         assert "Error: rank 1 failed: ValueError: a bug of the user; resume from the last checkpoint" in text
+
+
+def call_with_all_present() -> str:
+    error = RuntimeError("Connection reset by peer")
+    roll_call = RollCall(lambda found: None)
+    if current_case().rank == 0:
+        roll_call.explain(error)
+    dist.barrier()
+    roll_call.close()
+    return str(error)
+
+
+def test_nobody_is_blamed_who_answers(ranks: RankPool) -> None:
+    assert ranks.run(call_with_all_present, world=3) == ["Connection reset by peer"] * 3
 
 
 def clean_fit() -> list[str]:

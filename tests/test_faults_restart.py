@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from test_launchers import TESTS, free_port, running
+from test_launchers import TESTS, running
 
 SCRIPT = str(TESTS / "scripts" / "survive.py")
 NUM_SAMPLES = 1437
@@ -15,15 +15,23 @@ NUM_STEPS = 11
 
 
 def torchrun(*options: str) -> list[str]:
-    port = str(free_port())
-    address = ["--master_addr", "127.0.0.1", "--master_port", port]
-    return ["-m", "torch.distributed.run", "--nproc_per_node", "2", *address, *options, SCRIPT]
+    # Not with --master_port: there torchrun keeps the store of the attempt that failed.
+    return [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local_addr",
+        "127.0.0.1",
+        "--nproc_per_node",
+        "2",
+        *options,
+    ]
 
 
 def checksum(arguments: list[str], folder: Path) -> str:
     """Of the weights at the end of a run that ends well."""
     with running(arguments, folder) as run:
-        assert run.process.wait(120) == 0, run.output
+        assert run.process.wait(240) == 0, run.output
         assert run.left() == []
         (found,) = re.findall(r"checksum (\w+)", run.output)
         return found
@@ -46,7 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_torchrun_goes_on_where_a_killed_rank_left_off(undisturbed: str, tmp_path: Path) -> None:
-    arguments = [*torchrun("--max-restarts", "2"), "2", str(tmp_path), "1:7:SIGKILL:10", "0:16:SIGKILL:0"]
+    arguments = [*torchrun("--max-restarts", "2"), SCRIPT, "2", str(tmp_path), "1:7:SIGKILL:10", "0:16:SIGKILL:0"]
     assert checksum(arguments, tmp_path) == undisturbed
     for epoch, numbers in seen(tmp_path).items():
         assert len(numbers) == len(set(numbers)) == NUM_STEPS * 128, f"epoch {epoch}"

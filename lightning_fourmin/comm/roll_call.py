@@ -76,7 +76,8 @@ class RollCall:
             found = own or self._missing()
             if self._verdict is None and found is not None:
                 self._verdict = self._store.compare_set(self._key("verdict"), "", found).decode()
-            self._wait_until_heard()
+            if self._verdict is not None:
+                self._wait_until_heard()
         except dist.DistError:
             self._verdict = self._verdict or _STORE_GONE
 
@@ -110,13 +111,15 @@ class RollCall:
             if self._closed:
                 return
             store.set(self._key("here", self._rank), "")
-            store.wait([self._key("verdict")], timedelta(seconds=LIMIT_S))
+            deadline = time.monotonic() + LIMIT_S
+            while not store.check([self._key("verdict")]):
+                if self._closed or time.monotonic() > deadline:
+                    return  # nobody was found to be missing
+                time.sleep(POLL_S)
             self._verdict = store.get(self._key("verdict")).decode()
             store.set(self._key("heard", self._rank), "")
-        except dist.DistNetworkError:
-            self._verdict = self._verdict or _STORE_GONE
         except dist.DistError:
-            return  # nobody was found to be missing
+            self._verdict = self._verdict or _STORE_GONE
         if not self._closed:
             self._when_known(LostRankError(self._verdict))
 
