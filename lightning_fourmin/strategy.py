@@ -28,7 +28,7 @@ from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.trace import Trace, now_ns
+from lightning_fourmin.comm.trace import Trace
 from lightning_fourmin.launcher import in_hydra_multirun
 from lightning_fourmin.options import DEFAULT_FUSION_MB, WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision import FourMinPrecision
@@ -116,6 +116,11 @@ class FourMinStrategy(ResilientDDPStrategy):
         if self._options.wire_dtype is not None:
             return WIRE_DTYPES[self._options.wire_dtype]
         return self.precision_plugin.dtype if isinstance(self.precision_plugin, FourMinPrecision) else None
+
+    @property
+    def table(self) -> AllReduceTable | None:
+        """What the current fit chooses algorithms by; None where a user's hook runs."""
+        return None if self._engine is None else self._engine.table
 
     def measure_communication(self) -> Meter | None:
         """Starts to measure what communication costs; None where a user's hook runs instead of the engine."""
@@ -262,18 +267,9 @@ class FourMinStrategy(ResilientDDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._trace is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        start_ns = now_ns()
-
-        def timed() -> Any:
-            # The closure is forward and backward: the optimizer's own work begins after it.
-            nonlocal start_ns
-            result = closure()
-            start_ns = now_ns()
-            return result
-
-        result = super().optimizer_step(optimizer, timed, *args, **kwargs)
-        self._trace.add("main", "optimizer", start_ns)
-        return result
+        # The closure is forward and backward: the optimizer's own work begins after it.
+        with self._trace.span_after("main", "optimizer", closure) as timed:
+            return super().optimizer_step(optimizer, timed, *args, **kwargs)
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._trace is None else self._trace.span("main", name)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lightning_fourmin.app.verb import run_hydra, with_options
+from lightning_fourmin.app.verb import run
 from lightning_fourmin.models import build_model
 from lightning_fourmin.options import DEFAULT_FUSION_MB, WIRE_DTYPES
 from lightning_fourmin.predict.cluster import Cluster
@@ -55,16 +54,7 @@ class PlanOptions:
 
 
 def main() -> None:
-    task = with_options("plan", PlanOptions, _plan)
-    run_hydra("plan", lambda config: task(_with_model_by_name(config)))
-
-
-def _with_model_by_name(config: DictConfig) -> DictConfig:
-    """The configs of models are made for training; a plan needs their names only."""
-    named = OmegaConf.masked_copy(config, [str(key) for key in config if key != "model"])
-    OmegaConf.set_struct(named, False)
-    named["model"] = config.model.model
-    return named
+    run("plan", PlanOptions, _plan)
 
 
 def _plan(options: PlanOptions) -> None:

@@ -66,8 +66,8 @@ def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         plans["topology"] = str(strategy.topology)
         if strategy.fusion_plan is not None:
             plans["fusion_plan"] = tuple(BucketRecord.of(bucket) for bucket in strategy.fusion_plan.buckets)
-        if strategy._engine is not None and trainer.world_size > 1:
-            plans["table"] = TableRecord.of(strategy._engine.table)
+        if strategy.table is not None and trainer.world_size > 1:
+            plans["table"] = TableRecord.of(strategy.table)
     return plans
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.launch import RankError, run_ranks
-from lightning_fourmin.app.verb import give_up, run_hydra, with_options
+from lightning_fourmin.app.verb import give_up, run
 from lightning_fourmin.comm.advice import StepTimes, sentence_for, sentence_without_model
 from lightning_fourmin.comm.curves import draw
 from lightning_fourmin.comm.fit import fit_transfer
@@ -67,16 +66,7 @@ class TuneOptions:
 
 
 def main() -> None:
-    task = with_options("tune", TuneOptions, _tune)
-    run_hydra("tune", lambda config: task(_with_model_by_name(config)))
-
-
-def _with_model_by_name(config: DictConfig) -> DictConfig:
-    """The configs of models are made for training; of one that was chosen only the name is needed."""
-    named = OmegaConf.masked_copy(config, [str(key) for key in config if key != "model"])
-    OmegaConf.set_struct(named, False)
-    named["model"] = config.model.model if "model" in config else None
-    return named
+    run("tune", TuneOptions, _tune)
 
 
 def _tune(options: TuneOptions) -> None:

@@ -24,15 +24,10 @@ _Options = TypeVar("_Options")
 
 def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> None:
     """Calls `work` with options of a dataclass made from conf/<verb>.yaml and the command line."""
-    run_hydra(verb, with_options(verb, kind, work))
-
-
-def with_options(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> Callable[[DictConfig], None]:
-    """A task that checks the config against a dataclass and ends with a sentence for what its user got wrong."""
 
     def task(config: DictConfig) -> None:
         try:
-            options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config))
+            options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _with_model_by_name(config)))
             assert isinstance(options, kind)
             work(options)
         except MissingMandatoryValue:
@@ -43,7 +38,17 @@ def with_options(verb: str, kind: type[_Options], work: Callable[[_Options], Non
         except (PlanError, RunError, ShardError) as error:
             give_up(verb, str(error))
 
-    return task
+    run_hydra(verb, task)
+
+
+def _with_model_by_name(config: DictConfig) -> DictConfig:
+    """The configs of models are made for training; other verbs need the name of the one that was chosen."""
+    if not isinstance(config.get("model"), DictConfig):
+        return config
+    named = OmegaConf.masked_copy(config, [str(key) for key in config if key != "model"])
+    OmegaConf.set_struct(named, False)
+    named["model"] = config.model.model
+    return named
 
 
 def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:

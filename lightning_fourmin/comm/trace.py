@@ -15,7 +15,7 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +65,20 @@ class Trace:
             yield
         finally:
             self.add(lane, name, start_ns)
+
+    @contextmanager
+    def span_after(self, lane: str, name: str, work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """A span that begins when `work` has returned; gives `work` as it has to be called."""
+        start_ns = now_ns()
+
+        def timed() -> Any:
+            nonlocal start_ns
+            result = work()
+            start_ns = now_ns()
+            return result
+
+        yield timed
+        self.add(lane, name, start_ns)
 
     def align(self, device: torch.device) -> None:
         """Estimates how far this rank's clock is from rank 0's, by pings in turn: a collective call.
