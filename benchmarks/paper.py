@@ -288,9 +288,11 @@ needs 26 rings of 2046 steps for its 26 tensors, whatever the batch, so the rati
 ## Ablation
 {ablation}
 
-Read as technique upon technique, the order FP32 < fusion < FP16 < all {order} for both models. The sizes do not fit the
-11x: a ring step of {a_us:.1f} us makes FP32 without fusion slower than the figure says. Figure and 11x cannot both come
-from one latency with these numbers of tensors; which setting the figure shows is not published.
+Read as technique upon technique and judged by T against N * S mixed, the order FP32 < fusion < FP16 < all {order}
+for both models. Both are our reading, and the order depends on it: e of each case against its own S falls from fusion
+to FP16. The sizes do not fit the 11x: a ring step of {a_us:.1f} us makes plain FP32 slower than the figure says.
+Figure and 11x cannot both come from one latency with these numbers of tensors; which setting the figure shows is not
+published.
 
 ## Group size of the hierarchical all-reduce, 1024 ranks
 {groups}
