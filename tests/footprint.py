@@ -15,7 +15,6 @@ from parity import Net, images
 from ranks import rank_env
 from training import rank_trainer
 
-
 SLACK = 2
 """Files that are open, and threads that are ending, just when a footprint is taken."""
 
