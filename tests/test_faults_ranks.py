@@ -18,7 +18,8 @@ from training import rank_trainer
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    # Semaphores belong to process pools, also those of tests that run at the same time.
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
 @pytest.mark.parametrize(("nodes", "seed"), [((2,), 1), ((1, 1), 2), ((2, 2), 3)])
@@ -38,7 +39,7 @@ def check_survivors(ranks: RankPool, folder: Path, nodes: tuple[int, ...], seed:
     for rank in set(range(world)) - {victim}:
         error = (folder / f"rank{rank}.txt").read_text()
         assert re.match(rf"\w+: rank {victim} is gone: killed, stopped, or on a machine that does not answer", error)
-    assert shared_memory() == before
+    assert shared_memory() <= before
 
 
 class Faulty(Net):

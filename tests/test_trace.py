@@ -30,7 +30,7 @@ def traced_fit(folder: Path, num_fits: int = 1) -> None:
     rank = current_case().rank
     with pytest.MonkeyPatch.context() as patch:
         clock = time.perf_counter_ns
-        for module in ("comm.trace", "comm.engine", "strategy"):
+        for module in ("comm.trace", "comm.engine"):
             patch.setattr(f"lightning_fourmin.{module}.now_ns", lambda: clock() + SHIFT_NS * rank)
         for number in range(num_fits):
             strategy = FourMinStrategy(trace=True, algorithm="hierarchical", fusion_mb=1e-4)
