@@ -107,6 +107,9 @@ class Bytes(L.Callback):
             self._copies[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._copies.clear()
+
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         self._keep("gradients", [p.grad for p in module.parameters() if p.grad is not None])
 
