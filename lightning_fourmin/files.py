@@ -1,4 +1,4 @@
-"""Files that are complete or not there at all."""
+"""Files that are complete or not there at all, and the folder for those that the package keeps."""
 
 import os
 from pathlib import Path
@@ -10,3 +10,8 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     partial.write_text(text)
     partial.replace(path)
+
+
+def cache_folder() -> Path:
+    """Where the package keeps files of its own between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fourmin"

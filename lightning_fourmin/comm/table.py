@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.files import write_whole
+from lightning_fourmin.files import cache_folder, write_whole
 
 
 def sizes_up_to(largest_bytes: int) -> list[int]:
@@ -203,8 +202,7 @@ class AllReduceTable:
 
 def cached_table_path(topology: Topology, backend: str) -> Path:
     """Where a measured table of this topology is kept between runs."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "lightning_fourmin" / f"{backend}_{topology.key}.csv"
+    return cache_folder() / f"{backend}_{topology.key}.csv"
 
 
 def _parse(row: Mapping[str, str]) -> Row:

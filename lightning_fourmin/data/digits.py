@@ -1,7 +1,6 @@
 """Demo data: scikit-learn's 1,797 digits of 8 x 8 pixels as shards, written on first use."""
 
 import io
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from PIL import Image
 
 from lightning_fourmin.data.index import ImageSizes, Index, Split
 from lightning_fourmin.data.writer import write_shard
+from lightning_fourmin.files import cache_folder
 
 DIGITS = "digits"
 """The path that stands for this data."""
@@ -21,8 +21,7 @@ NUM_SIDE = 8
 
 def digits_folder() -> Path:
     """Where the shards lie; writes them if they are not there."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "lightning_fourmin" / DIGITS
+    folder = cache_folder() / DIGITS
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Complete before it gets its name: another process may be looking.
