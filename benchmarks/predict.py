@@ -24,9 +24,8 @@ from torch import nn
 from lightning_fourmin.comm.cost import Link
 from lightning_fourmin.comm.fit import fit_links
 from lightning_fourmin.comm.fusion import FusionPlan
-from lightning_fourmin.comm.table import AllReduceTable, Row
+from lightning_fourmin.comm.table import AllReduceTable, Row, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.options import DEFAULT_FUSION_MB
 from lightning_fourmin.predict.profile import Gradient, Profile
 from lightning_fourmin.predict.step import Plan, simulate
 
@@ -62,7 +61,9 @@ def predict(name: str, data: dict[str, Any]) -> dict[str, dict[str, float]]:
     steps = {}
     for net, taken in data["steps_ms"].items():
         parameters = list(NETS[net][0]().named_parameters())
-        plan = Plan(FusionPlan.build(parameters, DEFAULT_FUSION_MB), chosen, topology, links, host=host)
+        plan = Plan(
+            FusionPlan.build(parameters, default_fusion_mb(topology, "gloo")), chosen, topology, links, host=host
+        )
         profile = whole_step(data["profiles"][net], dict(parameters), 1e-3 * statistics.median(taken["no_comm"]))
         steps[net] = {
             variant: 1e3 * simulate(profile, replace(plan, wire_itemsize=itemsize)).step_s

@@ -16,6 +16,7 @@ from step_rank import VARIANTS, fit_once
 
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.app.tune import TIMEOUT, TuneOptions, tune, tune_fusion
+from lightning_fourmin.comm.table import readable
 
 THRESHOLDS_MB = (0.5, 1, 4, 16)
 
@@ -61,8 +62,7 @@ def main() -> None:
         dist.barrier()
     if dist.get_rank() == 0:
         groups = f", groups of {table.group_size}" if table.group_size else ""
-        chunks = f", chunks of {table.chunk_bytes} bytes" if table.chunk_bytes else ""
-        chosen = f"{table.summary()}{groups}{chunks}"
+        chosen = f"{table.summary()}{groups}, chunks of {readable(table.chunk_bytes)}"
         print("RESULT", json.dumps({"times_ms": times, "chosen": chosen, "told": told, "fit": table.fit}))
 
 

@@ -8,7 +8,6 @@ import torch
 
 from lightning_fourmin.comm.algorithms import ALGORITHMS
 
-DEFAULT_FUSION_MB = 2.0
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

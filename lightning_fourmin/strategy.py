@@ -26,11 +26,11 @@ from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_sparse_gradients
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
-from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace
 from lightning_fourmin.launcher import in_hydra_multirun
-from lightning_fourmin.options import DEFAULT_FUSION_MB, WIRE_DTYPES, CommOptions
+from lightning_fourmin.options import WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
 from lightning_fourmin.tested_versions import warn_outside_tested_versions
@@ -46,7 +46,7 @@ class FourMinStrategy(ResilientDDPStrategy):
         group_size: ranks a group of the hierarchical and torus all-reduce; None: what the table found best, else the
             ranks of a node.
         fusion_mb: fusion threshold in MiB of gradients; None: the cuts that `fourmin tune model=...` found for this
-            module and left beside the table, else the default.
+            module and left beside the table, else 2 MiB or, on many nodes, what their latency calls for.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
         table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
             keep it; None: the cached table, else the cost model.
@@ -193,7 +193,7 @@ class FourMinStrategy(ResilientDDPStrategy):
         cuts = choose_cuts(self._options.table, self.topology, parameters)
         if cuts is not None:
             return FusionPlan.from_cuts(parameters, cuts, rebuilt)
-        return FusionPlan.build(parameters, DEFAULT_FUSION_MB, rebuilt)
+        return FusionPlan.build(parameters, default_fusion_mb(self.topology, dist.get_backend()), rebuilt)
 
     @override
     def _register_ddp_hooks(self) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from itertools import product
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, Row
+from lightning_fourmin.comm.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
 from parity import digest
 from pool import RankPool
@@ -64,7 +64,11 @@ def topology(group_size: int | None = None) -> Topology:
 
 @contextmanager
 def engine(
-    algorithm: str | None = None, group_size: int | None = None, timeout_s: float = 60.0, **kwargs: Any
+    algorithm: str | None = None,
+    group_size: int | None = None,
+    timeout_s: float = 60.0,
+    chunk_bytes: int = CHUNK_BYTES,
+    **kwargs: Any,
 ) -> Iterator[Engine]:
     """An engine as the strategy builds it; without an algorithm small, middle and large buckets take different ones."""
     where = topology(group_size)
@@ -76,6 +80,7 @@ def engine(
         rows = [Row(n, {name: 1.0 if name == best else 9.0 for name in names}) for n, best in bests.items()]
         table = AllReduceTable(where.key, "gloo", "made for a test", tuple(rows))
     groups = ProcessGroups.shared(timedelta(seconds=timeout_s))
+    table = replace(table, chunk_bytes=chunk_bytes)
     with closing(Engine(where, table, groups, torch.device("cpu"), **kwargs)) as made:
         yield made
 
@@ -147,10 +152,9 @@ def reduce_many(
     }[memory]
     answers = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_fourmin.comm.engine.CHUNK_BYTES", (16 if memory == "scarce" else 256) * 1024)
         if largest_sleep_s:
             patch.setattr(Engine, "_advance", dawdle)
-        with engine(algorithm, **arguments) as made:
+        with engine(algorithm, chunk_bytes=(16 if memory == "scarce" else 256) * 1024, **arguments) as made:
             chosen = {made.table.choose(2 * bucket.numel) for bucket in buckets}
             assert chosen == ({algorithm} if algorithm else set(usable_algorithms(made.topology)))
             for _ in range(num_rounds):

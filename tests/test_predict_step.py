@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_fourmin.comm.cost import Link, Links, all_reduce_s, phase_costs
 from lightning_fourmin.comm.fusion import Bucket, FusionPlan
-from lightning_fourmin.comm.table import AllReduceTable, Row
+from lightning_fourmin.comm.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.predict.profile import Gradient, Layer, Profile
 from lightning_fourmin.predict.step import Plan, Span, Step, simulate
@@ -37,7 +37,7 @@ def fusion(profile: Profile, *counts: int) -> FusionPlan:
     return FusionPlan(tuple(buckets), (), 0)
 
 
-def only(algorithm: str, topology: Topology, chunk_bytes: int | None = None) -> AllReduceTable:
+def only(algorithm: str, topology: Topology, chunk_bytes: int = CHUNK_BYTES) -> AllReduceTable:
     return AllReduceTable(topology.key, "gloo", "by hand", (Row(1, {algorithm: 1.0}),), chunk_bytes=chunk_bytes)
 
 

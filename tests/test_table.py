@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
-from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row, cached_table_path
+from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row, cached_table_path, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
 
 TWO_NODES = Topology.build([0, 0, 1, 1])
@@ -137,6 +137,20 @@ def test_small_messages_go_in_fewer_steps_on_many_ranks() -> None:
     made = AllReduceTable.from_cost_model(Topology.build([rank // 16 for rank in range(1024)]), "nccl")
     assert made.choose(1024) == "hierarchical"
     assert made.rows[0].milliseconds["ring"] > 5 * made.rows[0].milliseconds["hierarchical"]
+
+
+@pytest.mark.parametrize(("num_nodes", "chunk_bytes"), [(1, 1 << 20), (4, 1 << 20), (16, 4 << 20), (1000, 64 << 20)])
+def test_pieces_grow_with_the_latencies_that_each_of_them_pays(num_nodes: int, chunk_bytes: int) -> None:
+    links = Links(Link(0.0, 0.0), Link(0.0, 0.0), between=Link(1e-5, 1e-10), reduce_s_per_byte=0.0)
+    made = AllReduceTable.from_cost_model(Topology.build(list(range(num_nodes))), "gloo", links)
+    assert made.chunk_bytes == chunk_bytes
+    # A ring over q nodes has q latencies to pay for each whole transfer of the bytes.
+    assert num_nodes == 1 or chunk_bytes == SIZES[-1] or num_nodes * 1e-5 <= 0.5 * chunk_bytes * 1e-10
+
+
+def test_default_fusion_is_two_pieces() -> None:
+    assert default_fusion_mb(TWO_NODES, "gloo") == 2.0
+    assert default_fusion_mb(Topology.build([rank // 8 for rank in range(2048)]), "nccl") == 128.0
 
 
 # Choices.
@@ -268,10 +282,11 @@ def test_csv_replaces_an_older_table(tmp_path: Path) -> None:
 def test_csv_is_for_people_too(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     crossing_table().to_csv(path)
-    assert path.read_text().splitlines()[:5] == [
+    assert path.read_text().splitlines()[:6] == [
         "# topology_key: nodes2x2_groups2x2",
         "# backend: gloo",
         "# source: measured by hand",
+        "# chunk_bytes: 1048576",
         "bytes,ring_ms,hierarchical_ms,torus_ms,best",
         "1024,4,1,2,hierarchical",
     ]

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 from lightning_fourmin import __version__
@@ -22,7 +23,11 @@ def main() -> None:
     if len(sys.argv) > 1 and (verb := sys.argv[1]) in VERBS:
         # Hydra reads the rest of the arguments and names the verb in its help.
         sys.argv[:2] = [f"{sys.argv[0]} {verb}"]
-        importlib.import_module(f"{__name__}.{verb}").main()
+        try:
+            importlib.import_module(f"{__name__}.{verb}").main()
+            sys.stdout.flush()
+        except BrokenPipeError:  # as in `fourmin plan | head`; Python would complain once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     lines = "\n".join(f"  {verb:8} {does}" for verb, does in VERBS.items())
     parser = argparse.ArgumentParser(

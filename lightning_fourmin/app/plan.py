@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fourmin.app.verb import run
 from lightning_fourmin.models import build_model
-from lightning_fourmin.options import DEFAULT_FUSION_MB, WIRE_DTYPES
+from lightning_fourmin.options import WIRE_DTYPES
 from lightning_fourmin.predict.cluster import Cluster
 from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.predict.outlook import Outlook
@@ -89,7 +89,7 @@ def predict(options: PlanOptions) -> Outlook:
         profile,
         cluster,
         options.num_ranks,
-        DEFAULT_FUSION_MB if options.fusion_mb is None else options.fusion_mb,
+        options.fusion_mb,
         options.algorithm,
         options.group_size,
         options.switch_mb,

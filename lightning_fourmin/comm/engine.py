@@ -38,9 +38,6 @@ from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace, now_ns
 from lightning_fourmin.comm.under_way import BucketUnderWay, Piece
 
-CHUNK_BYTES = 1024 * 1024
-"""A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring); the table may
-know a better size."""
 WHOLE_BYTES = 32 * 1024
 """A stretch of up to this size crosses between nodes in one exchange instead of two."""
 JOIN_S = 5.0
@@ -66,7 +63,6 @@ class Engine:
         self.meter: Meter | None = None
         """Set it to measure; it may be set at any time between steps."""
         self._groups, self._device, self._predivide = groups, device, predivide
-        self._chunk_bytes = table.chunk_bytes or CHUNK_BYTES
         self._scratch = Scratch()
         self._arena = self._open_arena(shared_bytes)
         self._inside: Collectives = BackendCollectives()
@@ -106,7 +102,7 @@ class Engine:
         wire_dtype = self.wire_dtype or gradients.dtype
         num_bytes = gradients.numel() * wire_dtype.itemsize
         route = self._routes_for(wire_dtype)[self.table.choose(num_bytes)]
-        num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // self._chunk_bytes))
+        num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // self.table.chunk_bytes))
         bucket = BucketUnderWay(gradients, index, route, num_pieces)
         with self._lock:
             if self._error is not None or not num_bytes or self.topology.world_size == 1:
@@ -170,7 +166,9 @@ class Engine:
         if members is None or len({self.topology.node_of[rank] for rank in members.ranks}) > 1:
             return None
         # Twice what a step needs: DDP still copies results of a step out of its half while the next one begins.
-        return SharedArena.open(members, 2 * shared_bytes + self._chunk_bytes, self._groups.timeout.total_seconds())
+        return SharedArena.open(
+            members, 2 * shared_bytes + self.table.chunk_bytes, self._groups.timeout.total_seconds()
+        )
 
     def _routes_for(self, wire_dtype: torch.dtype) -> Mapping[str, Route]:
         if wire_dtype not in self._routes:

@@ -11,7 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightning_fourmin.comm.algorithms import usable_algorithms
-from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s
+from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s, phase_costs
+from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.files import cache_folder, write_whole
 
@@ -26,6 +27,10 @@ def sizes_up_to(largest_bytes: int) -> list[int]:
 
 SIZES = tuple(sizes_up_to(64 * 1024 * 1024))
 """256 B to 64 MiB, the sizes that the cost model fills in."""
+CHUNK_BYTES = 1024 * 1024
+"""The smallest pieces that the cost model cuts buckets into; the largest are of the last of SIZES."""
+LATENCY_SHARE = 0.5
+"""What latency may add to the time that the bytes of a piece take between groups."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class AllReduceTable:
     """Given by the user: hierarchical at or below, ring above."""
     group_size: int | None = None
     """Found best by the tuner: ranks a group, where they are not the ranks of a node."""
-    chunk_bytes: int | None = None
-    """Found best by the tuner: size of the pieces that large buckets are cut into."""
+    chunk_bytes: int = CHUNK_BYTES
+    """A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring)."""
     made: str = ""
     """Date and versions of what measured it."""
     fit: str = ""
@@ -119,7 +124,8 @@ class AllReduceTable:
             return float(f"{1e3 * all_reduce_s(algorithm, num_bytes, topology, links):.9g}")
 
         rows = [Row(n, {name: milliseconds(name, n) for name in names}) for n in SIZES]
-        return cls(topology.key, backend, "cost model", tuple(rows))
+        chunk_bytes = _chunk_bytes(rows, topology, links)
+        return cls(topology.key, backend, "cost model", tuple(rows), chunk_bytes=chunk_bytes)
 
     def summary(self) -> str:
         """One line: which algorithm up to which size."""
@@ -169,7 +175,7 @@ class AllReduceTable:
                 head["source"],
                 _checked(rows),
                 group_size=int(head["group_size"]) if "group_size" in head else None,
-                chunk_bytes=int(head["chunk_bytes"]) if "chunk_bytes" in head else None,
+                chunk_bytes=int(head.get("chunk_bytes", CHUNK_BYTES)),
                 made=head.get("made", ""),
                 fit=head.get("fit", ""),
             )
@@ -203,6 +209,22 @@ class AllReduceTable:
 def cached_table_path(topology: Topology, backend: str) -> Path:
     """Where a measured table of this topology is kept between runs."""
     return cache_folder() / f"{backend}_{topology.key}.csv"
+
+
+def default_fusion_mb(topology: Topology, backend: str) -> float:
+    """Fusion threshold where nothing was measured: two pieces, so that latency stays small beside a bucket's bytes."""
+    return 2 * AllReduceTable.from_cost_model(topology, backend).chunk_bytes / MIB
+
+
+def _chunk_bytes(rows: Sequence[Row], topology: Topology, links: Links) -> int:
+    """Every piece pays all latencies between groups: the more groups, the larger the pieces."""
+
+    def pays(row: Row) -> bool:
+        phases = phase_costs(row.best, row.num_bytes, topology, links)
+        across = next(phase for phase in phases if phase.stage == "scatter")
+        return across.latency_s <= LATENCY_SHARE * across.transfer_s
+
+    return next((row.num_bytes for row in rows if row.num_bytes >= CHUNK_BYTES and pays(row)), rows[-1].num_bytes)
 
 
 def _parse(row: Mapping[str, str]) -> Row:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fourmin.comm.algorithms import usable_algorithms
-from lightning_fourmin.comm.engine import CHUNK_BYTES, Engine
+from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.fit import fit_links
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, Row, sizes_up_to
@@ -30,7 +30,6 @@ SEARCH_BUDGET_S = 15.0
 SEARCH_SHARE = 0.2
 """Of the budget, for groups and again for chunks."""
 SEARCH_BYTES = (64 * 1024, 4 * 1024 * 1024)
-CHUNKS_BYTES = (CHUNK_BYTES // 4, CHUNK_BYTES, 4 * CHUNK_BYTES)
 ROUND_MS, MAX_REPEATS = 50.0, 8
 """A round measures small sizes several times: they take little of the budget, and vary most."""
 CLEARLY = 0.95
@@ -93,8 +92,8 @@ class _Tuner:
         self._start_s, self._budget_s = time.monotonic(), budget_s
 
     def measure(self, search: bool) -> AllReduceTable:
-        topology, chunk_bytes = self._topology, None
-        share = 0.0
+        topology, share = self._topology, 0.0
+        chunk_bytes = _default_table(topology).chunk_bytes
         if search and self._budget_s >= SEARCH_BUDGET_S:
             topology = self._best_groups(SEARCH_SHARE)
             chunk_bytes = self._best_chunks(topology, 2 * SEARCH_SHARE)
@@ -109,7 +108,7 @@ class _Tuner:
     def _best_groups(self, until: float) -> Topology:
         topologies = {len(t.groups): t for t in (self._topology, *_other_groups(self._topology))}
         ways = {
-            (number, name): (topology, name, None)
+            (number, name): (topology, name, _default_table(topology).chunk_bytes)
             for number, topology in topologies.items()
             for name in usable_algorithms(topology)
             if name != "ring"
@@ -122,20 +121,21 @@ class _Tuner:
             scores[number] = statistics.fmean(map(math.log, best))
         return topologies[self._agreed(_clearly_best(scores, default=len(self._topology.groups)))]
 
-    def _best_chunks(self, topology: Topology, until: float) -> int | None:
-        sizes = [size for size in self._search_sizes() if size > min(CHUNKS_BYTES)]
-        name = "torus" if "torus" in usable_algorithms(topology) else "hierarchical"
+    def _best_chunks(self, topology: Topology, until: float) -> int:
+        default = _default_table(topology).chunk_bytes
+        chunks = (default // 4, default, 4 * default)
+        sizes = [size for size in self._search_sizes() if size > chunks[0]]
         if not sizes or topology.world_size == 1:
-            return None
-        (times,) = self._rounds({chunk: (topology, name, chunk) for chunk in CHUNKS_BYTES}, sizes[-1:], until)
-        best = self._agreed(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default=CHUNK_BYTES))
-        return None if best == CHUNK_BYTES else best
+            return default
+        name = usable_algorithms(topology)[-1]
+        (times,) = self._rounds({chunk: (topology, name, chunk) for chunk in chunks}, sizes[-1:], until)
+        return self._agreed(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default))
 
     def _search_sizes(self) -> list[int]:
         return sorted({min(size, self._sizes[-1]) for size in SEARCH_BYTES})
 
     def _rounds(
-        self, ways: Mapping[K, tuple[Topology, str, int | None]], sizes: list[int], until: float
+        self, ways: Mapping[K, tuple[Topology, str, int]], sizes: list[int], until: float
     ) -> list[dict[K, float]]:
         """Medians of each way at each size, from rounds until a share of the budget is spent; two at least."""
         times: list[dict[K, list[float]]] = [{key: [] for key in ways} for _ in sizes]
@@ -153,7 +153,7 @@ class _Tuner:
                 turn += 1
         return [{key: statistics.median(ms) for key, ms in at_size.items()} for at_size in times]
 
-    def _measure_sizes(self, topology: Topology, chunk_bytes: int | None, share: float) -> AllReduceTable:
+    def _measure_sizes(self, topology: Topology, chunk_bytes: int, share: float) -> AllReduceTable:
         times: dict[int, dict[str, list[float]]] = {}
         with ExitStack() as stack:
             engines = {
@@ -181,8 +181,8 @@ class _Tuner:
         source = f"measured, n={turn}" + (f" to {turn * max(repeats.values())}" if max(repeats.values()) > 1 else "")
         return AllReduceTable(topology.key, dist.get_backend(), source, tuple(rows), chunk_bytes=chunk_bytes)
 
-    def _engine(self, topology: Topology, name: str, chunk_bytes: int | None, shared_bytes: int) -> Engine:
-        table = AllReduceTable.from_cost_model(topology, dist.get_backend()).only(name)
+    def _engine(self, topology: Topology, name: str, chunk_bytes: int, shared_bytes: int) -> Engine:
+        table = _default_table(topology).only(name)
         return Engine(
             topology,
             replace(table, chunk_bytes=chunk_bytes),
@@ -215,6 +215,10 @@ def _other_groups(topology: Topology) -> list[Topology]:
     if topology.equal_groups and topology.num_nodes > 2 and topology.num_nodes % 2 == 0:
         sizes.append(2 * size)
     return [topology.with_groups_of(size) for size in sizes]
+
+
+def _default_table(topology: Topology) -> AllReduceTable:
+    return AllReduceTable.from_cost_model(topology, dist.get_backend())
 
 
 def _clearly_best(scores: Mapping[int, float], default: int) -> int:

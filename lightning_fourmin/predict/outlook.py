@@ -63,7 +63,7 @@ class Outlook:
         lines = [
             f"{self.scenario.cluster.name}: {plan.topology}; batch {self.scenario.profile.batch_size} a rank",
             f"layer times   {self.scenario.profile.source}",
-            f"all-reduce    {now.num_buckets} buckets, {wire} wire, {plan.table.summary()} ({plan.table.source})",
+            f"all-reduce    buckets: {now.num_buckets}; {wire} wire, {plan.table.summary()} ({plan.table.source})",
             f"step          {now.step_ms:.1f} ms = compute {now.compute_ms:.1f} + exposed {now.exposed_ms:.1f} "
             f"(communication {now.comm_ms:.1f})",
             f"T = S * N * e {now.T:,.0f} = {now.S:,.1f} * {now.N} * {now.e:.3f} samples/s",

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fourmin.comm.algorithms import ALGORITHMS
 from lightning_fourmin.comm.cost import all_reduce_s
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
-from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row
+from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.predict.cluster import Cluster
 from lightning_fourmin.predict.errors import PlanError
@@ -49,12 +49,13 @@ class Scenario:
     profile: Profile = field(repr=False)
     cluster: Cluster = field(repr=False)
     num_ranks: int
-    fusion_mb: float
+    fusion_mb: float | None = None
+    """None: the strategy's default for the topology."""
     algorithm: str = "hybrid"
     group_size: int | None = None
     switch_mb: float | None = None
     chunk_bytes: int | None = None
-    """Larger buckets go in pieces of about this size; None: what the table says, or the engine's default."""
+    """Larger buckets go in pieces of about this size; None: what the table says."""
     wire_dtype: torch.dtype = torch.float32
     stragglers: Stragglers = field(default_factory=Stragglers)
     measured: AllReduceTable | None = field(default=None, repr=False)
@@ -63,9 +64,11 @@ class Scenario:
     @cached_property
     def plan(self) -> Plan:
         topology = self.cluster.topology(self.num_ranks, self.group_size)
-        table = self._table(topology)
+        table, fusion_mb = self._table(topology), self.fusion_mb
+        if fusion_mb is None:
+            fusion_mb = default_fusion_mb(topology, self.cluster.backend)
         return Plan(
-            FusionPlan.build(self.parameters, self.fusion_mb),
+            FusionPlan.build(self.parameters, fusion_mb),
             table if self.chunk_bytes is None else replace(table, chunk_bytes=self.chunk_bytes),
             topology,
             self.cluster.links,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.cost import Link, Links
-from lightning_fourmin.comm.engine import CHUNK_BYTES
 from lightning_fourmin.comm.fusion import MIB
+from lightning_fourmin.comm.table import CHUNK_BYTES
 from lightning_fourmin.predict.scenario import COMPARED, Scenario
 from lightning_fourmin.predict.step import IN_PIECES
 from lightning_fourmin.predict.stragglers import Stragglers
@@ -50,11 +50,12 @@ def best_settings(scenario: Scenario) -> Best:
     }
     best = _fastest(one for name, one in by_algorithm.items() if name not in COMPARED)
     switched = _fastest(replace(best, algorithm="hybrid", switch_mb=switch_mb) for switch_mb in SWITCH_MB)
+    assert best.fusion_mb is not None
     assert switched.switch_mb is not None
     return Best(
         best.algorithm,
         best.fusion_mb,
-        (best.chunk_bytes or CHUNK_BYTES) / MIB,
+        best.plan.table.chunk_bytes / MIB,
         1e3 * best.step.step_s,
         switched.switch_mb,
         1e3 * switched.step.step_s,

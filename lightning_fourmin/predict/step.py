@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 from lightning_fourmin.comm.cost import Link, Links, PhaseCost, phase_costs
-from lightning_fourmin.comm.engine import CHUNK_BYTES
 from lightning_fourmin.comm.fusion import Bucket, FusionPlan
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
@@ -133,8 +132,7 @@ def _cut(bucket: Bucket, plan: Plan) -> list[tuple[str, int]]:
     itemsize = plan.wire_itemsize or bucket.dtype.itemsize
     numel = bucket.num_bytes // bucket.dtype.itemsize
     algorithm = plan.table.choose(numel * itemsize)
-    chunk_bytes = plan.table.chunk_bytes or CHUNK_BYTES
-    num_pieces = max(1, -(-numel * itemsize // chunk_bytes)) if algorithm in IN_PIECES else 1
+    num_pieces = max(1, -(-numel * itemsize // plan.table.chunk_bytes)) if algorithm in IN_PIECES else 1
     smaller, num_larger = divmod(numel, num_pieces)
     sizes = [(smaller + (number < num_larger)) * itemsize for number in range(num_pieces)]
     return [(algorithm, num_bytes) for num_bytes in sizes if num_bytes]
