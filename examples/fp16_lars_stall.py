@@ -3,7 +3,7 @@
 Trains the same net on scikit-learn's digits, from the same start, in three ways, and draws what happens:
 
     FP32           everything in FP32
-    naive FP16     weights, gradients and updates in FP16 (Lightning's own precision="16-true")
+    naive FP16     weights, gradients and updates in FP16, as in Lightning's own precision="16-true"
     FourMin FP16   forward and backward in FP16, LARS on FP32 masters (FourMinPrecision)
 
 Example: python examples/fp16_lars_stall.py --picture fp16_lars_stall.png     # a minute on 2 cores
@@ -12,23 +12,22 @@ Example: python examples/fp16_lars_stall.py --picture fp16_lars_stall.png     # 
 import argparse
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_fourmin as fm
-from lightning_fourmin.half_kernels import HalfKernels, needs_half_kernels
+from lightning_fourmin.naive_half import NaiveHalfPrecision
 
 WAYS: dict[str, Callable[[], Precision]] = {
     "FP32": Precision,
-    "naive FP16": lambda: HalfPrecision("16-true"),
+    "naive FP16": NaiveHalfPrecision,
     "FourMin FP16": lambda: fm.FourMinPrecision(dtype="fp16"),
 }
 PEAK_RATE = 0.01
@@ -100,10 +99,7 @@ def train(way: str, num_steps: int, show_progress: bool = True) -> Curves:
         enable_progress_bar=show_progress,
         callbacks=[curves],
     )
-    # Lightning's 16-true gets fast products too: all that differs is where weights and updates are kept.
-    slow_products = way == "naive FP16" and needs_half_kernels(torch.device("cpu"), torch.float16)
-    with HalfKernels() if slow_products else nullcontext():  # type: ignore[no-untyped-call]
-        trainer.fit(Digits(num_steps), DataLoader([batch] * num_steps, batch_size=None))
+    trainer.fit(Digits(num_steps), DataLoader([batch] * num_steps, batch_size=None))
     return curves
 
 

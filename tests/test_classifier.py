@@ -80,6 +80,14 @@ def test_defaults_are_lars_and_mlperfs_schedule() -> None:
     ]
 
 
+def test_decay_all_treats_biases_and_norms_as_weights() -> None:
+    module = fm.ImageClassifier(small_net(), NUM_CLASSES, weight_decay=0.1, decay_all=True)
+    fit(module, max_epochs=1)
+    (group,) = module.trainer.optimizers[0].param_groups
+    assert (len(group["params"]), group["weight_decay"]) == (4, 0.1)
+    assert group["trust_coefficient"] is not None
+
+
 def classifier(**kwargs: Any) -> fm.ImageClassifier:
     torch.manual_seed(1)
     optimizer = partial(torch.optim.SGD, lr=0.4, momentum=0.9)

@@ -1,7 +1,7 @@
 """Tensor fusion: which gradients travel together, as buckets in the order in which backward makes them ready.
 
 backward order   fc8.bias  fc8.weight     fc7.bias  fc7.weight ...  conv1.bias  conv1.weight
-bucket           [ pooled until it passes the threshold ]  [ above it: alone ]  [ pooled ... ]
+bucket           [ pooled until it passes the threshold ]  [ above it: alone, or with the little before it ]
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 MIB = 1024 * 1024
+SMALL_SHARE = 1 / 16
+"""Of the threshold: a pool up to this size waits for the large gradient after it, as a bias for its weight."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class FusionPlan:
 
         `rebuilt`: DDP cuts anew in ready order after the first backward; with `find_unused_parameters` it keeps the
         cut it made in registration order. A pooled bucket closes when it passes the threshold; a gradient above the
-        threshold closes the pool and goes alone. DDP knows one list of caps for all dtypes: the list is made for the
-        dtype with the most bytes, and the plan tells what the others get.
+        threshold closes the pool and goes alone, or takes it along if that is small. DDP knows one list of caps for all
+        dtypes: the list is made for the dtype with the most bytes, and the plan tells what the others get.
         """
         threshold_bytes = int(threshold_mb * MIB)
         return cls._with_caps(parameters, _cut(_ready_sizes(parameters), threshold_bytes), rebuilt, threshold_bytes)
@@ -118,7 +120,7 @@ def _cut(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
     buckets: list[int] = []
     pooled: list[int] = []
     for size in sizes:
-        if size > threshold_bytes and any(pooled):
+        if size > threshold_bytes and sum(pooled) > SMALL_SHARE * threshold_bytes:
             buckets.append(sum(pooled))
             pooled = []
         pooled.append(size)

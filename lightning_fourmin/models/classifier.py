@@ -38,6 +38,7 @@ class ImageClassifier(LightningModule):
         model_options: arguments of the named net, such as `{"bn5": False}`.
         optimizer: makes an optimizer of parameter groups; None: LARS with MLPerf's rate.
         weight_decay: of weights; biases and norm layers have none, and no trust ratio.
+        decay_all: biases and norm layers are decayed and get trust ratios as weights do, to compare with.
         schedule: the rate of each step; None: that of MLPerf's recipe, in proportion to the batch.
         label_smoothing: 0 to 1, in training.
         channels_last: memory format of the net and its images.
@@ -52,6 +53,7 @@ class ImageClassifier(LightningModule):
         model_options: dict[str, Any] | None = None,
         optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
         weight_decay: float = 2e-4,
+        decay_all: bool = False,
         schedule: Schedule | None = None,
         label_smoothing: float = 0.0,
         channels_last: bool = False,
@@ -73,7 +75,8 @@ class ImageClassifier(LightningModule):
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.net.to(memory_format=self._memory_format)  # type: ignore[call-overload]
         self._optimizer, self._schedule = optimizer or DEFAULT_OPTIMIZER, schedule or DEFAULT_SCHEDULE
-        self._weight_decay, self._label_smoothing, self._compile = weight_decay, label_smoothing, compile
+        self._weight_decay, self._decay_all = weight_decay, decay_all
+        self._label_smoothing, self._compile = label_smoothing, compile
         self.rate_plan: RatePlan | None = None
         """Known when training starts, since only then the number of steps is."""
         self.eval_loss = MeanMetric()
@@ -128,7 +131,10 @@ class ImageClassifier(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self._optimizer(param_groups(self.net, self._weight_decay))
+        groups = param_groups(self.net, self._weight_decay)
+        if self._decay_all:
+            groups = [{"params": list(self.net.named_parameters()), "weight_decay": self._weight_decay}]
+        optimizer = self._optimizer(groups)
         scheduler = LambdaLR(optimizer, lambda step: self._lr_factor(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
