@@ -168,8 +168,8 @@ def report(data: dict[str, Any]) -> str:
     return (
         "Training step on one device, SGD with momentum; median and 95 % interval of ratios inside a round.\n\n"
         f"{table(header, steps)}\n\n"
-        "FP16 products are computed in FP32 here, so FP16 can hardly be faster than FP32: the last column is about the\n"
-        "most that the one before it could be. What is between them are casts between layers.\n\n"
+        "FP16 products are computed in FP32 here, so FP16 can hardly be faster than FP32: the last column is about\n"
+        "the most that the one before it could be. What is between them are casts between layers.\n\n"
         "Bytes a parameter, from the tensors of a step of a net with 2.2 M parameters. Copies are what the backward\n"
         "pass keeps of weights besides the parameters. On the wire: the strategy's own count, gradients times the\n"
         "width of the wire's dtype; a test holds it against the tensors that the engine sends.\n\n"

@@ -88,13 +88,50 @@ def test_same_in_inference_mode(name: str) -> None:
         assert torch.equal(product(*inputs), expected)
 
 
+def pooled(x: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Maxima, their places, and the gradient that reaches `x`."""
+    x = x.detach().requires_grad_()
+    maxima, places = F.max_pool2d(x, return_indices=True, **options)
+    weights = torch.arange(maxima.numel()).reshape(maxima.shape) % 7
+    (gradient,) = torch.autograd.grad(maxima, x, weights.to(x.dtype))
+    return maxima.detach(), places, gradient
+
+
 @DTYPES
-def test_max_pooling_is_that_of_torch(dtype: torch.dtype) -> None:
-    (x,) = draw([(2, 4, 9, 9)], dtype)
-    expected = F.max_pool2d(x, 3, 2, return_indices=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 3, "stride": 2},
+        {"kernel_size": 3, "stride": 2, "padding": 1},
+        {"kernel_size": 2, "stride": 1, "dilation": 2},
+        {"kernel_size": (3, 2), "stride": 2, "ceil_mode": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["plain", "channels last", "one image"])
+def test_max_pooling_is_that_of_torch(dtype: torch.dtype, options: dict[str, Any], form: str) -> None:
+    (x,) = draw([(2, 5, 9, 8)], dtype)
+    # Few different values: the place of a maximum is then one of several.
+    x = (2 * x.detach()).round() / 2
+    x[0, 1, :4, :4] = -torch.inf
+    if form == "channels last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif form == "one image":
+        x = x[0]
+    expected = pooled(x, **options)
     with HalfKernels():
-        found = F.max_pool2d(x, 3, 2, return_indices=True)
+        found = pooled(x, **options)
+    assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_max_pooling_hands_on_what_is_not_a_number() -> None:
+    x = torch.zeros(1, 3, 6, 6, dtype=torch.float16)
+    x[0, 1, 2, 3] = torch.nan
+    expected = F.max_pool2d(x, 3, 2)
+    with HalfKernels():
+        assert torch.equal(F.max_pool2d(x, 3, 2).isnan(), expected.isnan())
+    assert expected.isnan().any()
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
