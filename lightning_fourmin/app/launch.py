@@ -5,6 +5,7 @@ the command line again, which under a sweep would start the whole sweep again.
 """
 
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -84,6 +85,8 @@ def _rank_main(
     failures: "SimpleQueue[_Failure]",
 ) -> None:
     signal.signal(signal.SIGINT, _interrupt_once)
+    # Python has a spawned process spawn its own children, too; loader workers would import everything once more each.
+    multiprocessing.set_start_method(None, force=True)
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment, LOCAL_RANK=str(local_rank))
