@@ -72,6 +72,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from None
 
 
+def check_checkpoint(path: Path) -> None:
+    """CheckpointError unless a Trainer can go on from the file; reads every byte of it, but keeps none."""
+
+    def without_values(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        return torch.UntypedStorage(storage.nbytes(), device="meta")
+
+    refuse_foreign(AtomicCheckpointIO().load_checkpoint(path, without_values), path)
+
+
+def refuse_foreign(checkpoint: Any, path: str | Path) -> None:
+    """CheckpointError for a file with content that no Trainer has saved."""
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(f"{path} was not saved by a Trainer: it has no state_dict; resume from another")
+
+
 def _local(path: str | Path) -> Path:
     return Path(get_filesystem(path)._strip_protocol(str(path)))
 

@@ -1,14 +1,20 @@
 """DDPStrategy for runs that must not fail in silence: whole checkpoints, and errors that name the rank at fault."""
 
+from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import override
 
-from lightning_fourmin.checkpoints import AtomicCheckpointIO, CheckpointError
+from lightning_fourmin.checkpoints import AtomicCheckpointIO, CheckpointError, refuse_foreign
+from lightning_fourmin.comm.attempt import shares_agents_store, store_of_attempt
 from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.roll_call import RollCall
 from lightning_fourmin.launcher import PatientLauncher
@@ -18,6 +24,7 @@ class ResilientDDPStrategy(DDPStrategy):
     """What `FourMinStrategy` adds to DDP for the day when something fails."""
 
     _roll_call: RollCall | None = None
+    _checkpoint_path: Any = None
 
     @property
     @override
@@ -50,11 +57,18 @@ class ResilientDDPStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise CheckpointError(
-                f"{checkpoint_path} was not saved by a Trainer: it has no state_dict; resume from another"
-            )
+        refuse_foreign(checkpoint, checkpoint_path)
+        self._checkpoint_path = checkpoint_path
         return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError as error:
+            _, *details = f"{error}\n".splitlines()
+            reason = shorten(" ".join(details) or str(error), 200, placeholder=" ...")
+            raise CheckpointError(f"{self._checkpoint_path} was saved by another model: {reason}") from error
 
     @override
     def _configure_launcher(self) -> None:
@@ -62,6 +76,28 @@ class ResilientDDPStrategy(DDPStrategy):
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             assert self.cluster_environment is not None
             self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_distributed(self) -> None:
+        if shares_agents_store() and not dist.is_initialized():
+            self.set_world_ranks()
+            environment = self.cluster_environment
+            assert environment is not None
+            store = store_of_attempt(
+                environment.main_address,
+                environment.main_port,
+                self.global_rank,
+                self.world_size,
+                self._timeout or default_pg_timeout,
+            )
+            _init_dist_connection(
+                environment,
+                self._get_process_group_backend(),
+                store=store,
+                timeout=self._timeout,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+        super().setup_distributed()
 
     @override
     def setup_environment(self) -> None:

@@ -2,11 +2,12 @@
 
 import re
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from test_launchers import TESTS, running
+from test_launchers import TESTS, free_port, running
 
 SCRIPT = str(TESTS / "scripts" / "survive.py")
 NUM_SAMPLES = 1437
@@ -52,17 +53,38 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return checksum([SCRIPT, "2", str(folder)], folder)
 
 
-def test_torchrun_goes_on_where_a_killed_rank_left_off(
-    undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Without it torch 2.13 keeps one store for all attempts, and gloo meets addresses of processes that are gone.
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+def test_torchrun_goes_on_where_a_killed_rank_left_off(undisturbed: str, tmp_path: Path) -> None:
     arguments = [*torchrun("--max-restarts", "2"), SCRIPT, "2", str(tmp_path), "1:7:SIGKILL:10", "0:16:SIGKILL:0"]
     assert checksum(arguments, tmp_path) == undisturbed
     for epoch, numbers in seen(tmp_path).items():
         assert len(numbers) == len(set(numbers)) == NUM_STEPS * 128, f"epoch {epoch}"
     again = [line.split()[0] for line in (tmp_path / "rank0.txt").read_text().splitlines()]
     assert len(again) > 2 * NUM_STEPS, "steps after the last checkpoint are done again"
+
+
+def test_torchrun_goes_on_on_two_nodes_that_count_restarts_differently(undisturbed: str, tmp_path: Path) -> None:
+    options = "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id survive --max-restarts 2"
+    launcher = ["-m", "torch.distributed.run", *options.split(), "--local_addr", "127.0.0.1"]
+    endpoint = ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    with ExitStack() as stack:
+        runs = []
+        for node in range(2):
+            directory = tmp_path / f"node{node}"
+            directory.mkdir()
+            arguments = [*launcher, *endpoint, SCRIPT, "1x2", str(tmp_path), "1:7:SIGKILL:10", "1:16:SIGKILL:0"]
+            runs.append(stack.enter_context(running(arguments, directory)))
+        for run in runs:
+            assert run.process.wait(240) == 0, "\n".join(run.output for run in runs)
+            assert run.left() == []
+        assert re.findall(r"checksum (\w+)", "".join(run.output for run in runs)) == [undisturbed]
+
+
+def test_sigterm_to_all_processes_saves_before_they_end(undisturbed: str, tmp_path: Path) -> None:
+    with running([SCRIPT, "2", str(tmp_path), "0:7:SIGTERM:0:group"], tmp_path) as run:
+        assert run.process.wait(120) == 143, run.output
+        assert run.left() == []
+        assert re.search(r"asked to end by SIGTERM: saved .*last.ckpt after step 8", run.output), run.output
+    assert checksum([SCRIPT, "2", str(tmp_path)], tmp_path) == undisturbed
 
 
 @pytest.mark.parametrize("victim", [0, 1])

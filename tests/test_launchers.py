@@ -47,12 +47,13 @@ class Run:
     def output(self) -> str:
         return self._output.read_text()
 
-    def processes(self) -> list[int]:
-        """Those that run; zombies have no environment."""
+    def processes(self, variable: str = "") -> list[int]:
+        """Those that run, or those of them that were started with a variable; zombies have no environment."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if self._mark.encode() in path.read_bytes().split(b"\0"):
+                entries = path.read_bytes().split(b"\0")
+                if self._mark.encode() in entries and any(entry.startswith(variable.encode()) for entry in entries):
                     found.append(int(path.parent.name))
         return found
 

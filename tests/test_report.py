@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fourmin.report.metrics import read_metrics
+from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from lightning_fourmin.report.page import write_report
+from lightning_fourmin.report.parts import make_room, metrics_files
 from lightning_fourmin.report.run_files import (
     BucketRecord,
     Hardware,
@@ -211,6 +212,41 @@ def test_the_last_line_may_be_half_written_and_steps_may_come_again(tmp_path: Pa
     (tmp_path / "metrics.csv").write_text("step,lr\n0,1\n10,2\n20,3\n10,4\n20,5\n30,1")
     series = read_metrics(tmp_path)["lr"]
     assert (series.steps.tolist(), series.values.tolist()) == ([0, 10, 20], [1, 4, 5])
+
+
+def test_all_parts_of_a_resumed_run_are_one(tmp_path: Path) -> None:
+    # Another run, then one that was resumed after step 20, twice, and last from an older checkpoint, after step 10.
+    (tmp_path / "metrics-1.csv").write_text("step,lr\n0,9\n70,9\n")
+    (tmp_path / "metrics-2.csv").write_text("step,lr,val/top1\n0,1,\n10,2,\n19,,0.5\n20,3,\n30,3,\n")
+    (tmp_path / "metrics-9.csv").write_text("fourmin/resumed,step,lr\n1.0,20,\n,20,4\n,40,4\n")
+    (tmp_path / "metrics-10.csv").write_text("step,fourmin/resumed,train/loss\n20,1.0,\n25,,0.7\n")
+    page = page_of(tmp_path, replace(RUN, summary=Summary()))
+    metrics = read_metrics(tmp_path)
+    assert list(zip(metrics["lr"].steps, metrics["lr"].values, strict=True)) == [(0, 1), (10, 2), (20, 4)]
+    assert metrics["train/loss"].steps.tolist() == [25]
+    assert resumed_steps(metrics) == [20]
+    assert "The run went on from a checkpoint after step 20: dotted lines." in page.text
+    assert page.figures["Top-1 accuracy"] == "50.0 %"
+    (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,lr\n10,1.0,\n15,,8\n")
+    metrics = read_metrics(tmp_path)
+    assert list(zip(metrics["lr"].steps, metrics["lr"].values, strict=True)) == [(0, 1), (10, 2), (15, 8)]
+    assert resumed_steps(metrics) == [10]
+    assert "train/loss" not in metrics
+
+
+def test_curves_move_aside_and_along(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    make_room(first, None)
+    assert list(first.iterdir()) == []
+    for text in ("a", "b"):
+        (first / "metrics.csv").write_text(text)
+        make_room(first, first)
+    (second / "metrics.csv").write_text("c")
+    make_room(second, first)
+    assert [file.name for file in metrics_files(first)] == ["metrics-1.csv", "metrics-2.csv"]
+    assert [file.read_text() for file in metrics_files(second)] == ["c", "a", "b"]
 
 
 @pytest.mark.parametrize(

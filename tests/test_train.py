@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_fourmin.checkpoints import AtomicCheckpointIO
+from lightning_fourmin.report.metrics import read_metrics, resumed_steps
+from pages import Page
 from test_launchers import running
 
 Fourmin = Callable[..., tuple[int, str, str]]
@@ -78,6 +81,74 @@ def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
     assert max(epochs) == num_epochs + 1
     assert 0 < min(epochs) <= num_epochs
     assert "top-1" in output
+    # The page shows the run from its beginning, in a folder that it has not begun in.
+    metrics = read_metrics(resumed)
+    assert metrics["train/loss"].steps.tolist() == list(range(3 * (num_epochs + 2)))
+    assert resumed_steps(metrics) == [3 * min(epochs)]
+    page = Page(resumed / "report.html")
+    assert f"The run went on from a checkpoint after step {3 * min(epochs)}: dotted lines." in page.text
+
+
+def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmin: Fourmin, tmp_path: Path) -> None:
+    arguments = ["run_dir=run", "data.batch_size=4", "trainer.log_every_n_steps=1"]
+    folder = tmp_path / "run"
+    with running(["-m", "lightning_fourmin.app", "train", *arguments], tmp_path) as run:
+        deadline = time.monotonic() + 120
+        while not (folder / "metrics.csv").exists():
+            assert run.process.poll() is None, run.output
+            assert time.monotonic() < deadline, run.output
+            time.sleep(0.1)
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.process.wait(60) == 143, run.output
+        assert run.left() == []
+        assert "Traceback" not in run.output
+        assert "asked to end by SIGTERM; `resume=run` goes on after the last step that was saved" in run.output
+    assert record(folder)["status"] == "preempted"
+    num_steps = AtomicCheckpointIO().load_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
+    assert 0 < num_steps < 1437 // 8, "in the middle of the first epoch"
+    code, _, errors = fourmin("train", *arguments, "resume=true", f"trainer.max_steps={num_steps + 3}")
+    assert code == 0, errors
+    steps = read_metrics(folder)["train/loss"].steps.tolist()
+    # The step after which it ended was saved, but not logged.
+    assert steps == [*range(num_steps - 1), *range(num_steps, num_steps + 3)]
+    assert f"after step {num_steps}: dotted lines." in Page(folder / "report.html").text
+
+
+def test_checkpoints_that_cannot_be_loaded(fourmin: Fourmin, tmp_path: Path) -> None:
+    short = [*SHORT[1:], "trainer.devices=1"]
+    code, _, errors = fourmin("train", *short, "run_dir=runs/digits/first", "trainer.max_epochs=1")
+    assert code == 0, errors
+    last, best = (tmp_path / "runs" / "digits" / "first" / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    last.write_bytes(last.read_bytes()[:-100])
+    photo, weights = tmp_path / "photo.ckpt", tmp_path / "weights.ckpt"
+    photo.write_bytes(b"GIF89a")
+    torch.save({"weight": torch.ones(2)}, weights)
+    for path, message in (
+        (last, "is not a whole checkpoint: cut short, damaged, or another kind of file; resume from another"),
+        (photo, "is not a whole checkpoint"),
+        (weights, "was not saved by a Trainer: it has no state_dict; resume from another"),
+    ):
+        code, output, errors = fourmin("train", *short, f"resume={path}")
+        assert code == 1
+        assert errors.startswith(f"fourmin train: {path} {message}")
+        assert "Traceback" not in output + errors
+    code, output, errors = fourmin("train", *short, f"resume={best}", "model=resnet_small")
+    assert code == 1
+    assert errors.startswith(f"fourmin train: {best} was saved by another model: Missing key(s) in state_dict: ")
+    assert "Traceback" not in output + errors
+    code, _, errors = fourmin("train", *short, "run_dir=runs/digits/second", "resume=true", "trainer.max_epochs=2")
+    assert code == 0, errors
+    relative = last.relative_to(tmp_path)
+    assert errors.startswith(f"fourmin train: {relative} is not a whole checkpoint: ")
+    assert resumed_steps(read_metrics(tmp_path / "runs" / "digits" / "second")) == [3]
+
+
+def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
+    diverging = ["precision=fp32", "optim=sgd", "optim.lr=1e38", "trainer.limit_train_batches=8", "trainer.devices=1"]
+    code, output, errors = fourmin("train", *diverging, "data.num_workers=0")
+    assert code == 1
+    assert errors.startswith("fourmin train: gradients are not finite at global_step ")
+    assert "Traceback" not in output + errors
 
 
 @pytest.mark.parametrize(

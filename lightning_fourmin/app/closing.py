@@ -11,6 +11,8 @@ def closing_lines(record: RunRecord, folder: Path) -> list[str]:
     where = os.path.relpath(folder)
     if record.status == "interrupted":
         return [f"fourmin train: interrupted; `resume={where}` goes on after the last epoch that was complete"]
+    if record.status == "preempted":
+        return [f"fourmin train: asked to end by SIGTERM; `resume={where}` goes on after the last step that was saved"]
     if record.status == "failed":
         return [f"fourmin train: {record.error}", f"  traceback: {where}/error.txt"]
     rows = [*_figures(record.summary), ("time", f"{record.seconds:,.0f} s"), ("report", f"{where}/report.html")]

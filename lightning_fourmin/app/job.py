@@ -8,9 +8,11 @@ import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fourmin.app.quiet import hush
 from lightning_fourmin.app.recorder import RunRecorder
+from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.lars import LARS
 
 
@@ -47,6 +49,9 @@ def train(config: dict[str, Any]) -> None:
         # What Lightning makes of Ctrl-C.
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
+        if isinstance(end, SIGTERMException):
+            # Lightning's own, where PreemptionCheckpoint is switched off, has no exit code.
+            end.code = PREEMPTED
         raise
 
 

@@ -5,11 +5,13 @@ the command line again, which under a sweep would start the whole sweep again.
 """
 
 import logging
+import multiprocessing
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from types import FrameType
@@ -17,7 +19,10 @@ from typing import Any
 
 import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, ProcessExitedException
+
+from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 
 GRACE_S = 10.0
 """How long ranks may take to end after one has failed or Ctrl-C was pressed."""
@@ -40,7 +45,10 @@ class _Failure:
 
 
 def run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], num_ranks: int) -> None:
-    """Calls `work(config)` in as many processes, which a Trainer takes for ranks that a launcher has started."""
+    """Calls `work(config)` in as many processes, which a Trainer takes for ranks that a launcher has started.
+
+    SIGTERMException if they have ended because they were asked to.
+    """
     failures: SimpleQueue[_Failure] = mp.get_context("spawn").SimpleQueue()
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
     # It announces each signal that it sends.
@@ -48,12 +56,15 @@ def run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], nu
     arguments = (work, config, environment, failures)
     context = mp.start_processes(_rank_main, arguments, nprocs=num_ranks, join=False, start_method="spawn")
     try:
-        while not context.join(grace_period=GRACE_S):
-            pass
+        with _sigterm_passed_on(context):
+            while not context.join(grace_period=GRACE_S):
+                pass
     except ProcessException as error:
         if not failures.empty():
             failure = failures.get()
             raise RankError(failure.message, failure.details) from None
+        if isinstance(error, ProcessExitedException) and error.exit_code in (PREEMPTED, -signal.SIGTERM):
+            raise SIGTERMException(PREEMPTED) from None
         end = f"exit code {error.exit_code}" if isinstance(error, ProcessExitedException) else "an error"
         end = getattr(error, "signal_name", None) or end
         raise RankError(f"rank {error.error_index} ended with {end}", "") from None
@@ -62,6 +73,21 @@ def run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], nu
         raise
     finally:
         failures.close()
+
+
+@contextmanager
+def _sigterm_passed_on(context: ProcessContext) -> Iterator[None]:
+    """A request to end is for the ranks to answer, which may have something to save."""
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        for process in context.processes:
+            process.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(context: ProcessContext) -> None:
@@ -84,6 +110,8 @@ def _rank_main(
     failures: "SimpleQueue[_Failure]",
 ) -> None:
     signal.signal(signal.SIGINT, _interrupt_once)
+    # Python has a spawned process spawn its own children, too; loader workers would import everything once more each.
+    multiprocessing.set_start_method(None, force=True)
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment, LOCAL_RANK=str(local_rank))

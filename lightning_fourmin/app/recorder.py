@@ -11,6 +11,7 @@ from lightning_fourmin.app.machine import hardware
 from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.models.classifier import ImageClassifier
 from lightning_fourmin.precision import FourMinPrecision
+from lightning_fourmin.report.parts import RESUMED
 from lightning_fourmin.report.run_files import BucketRecord, ModelSize, RunRecord, Summary, TableRecord
 from lightning_fourmin.strategy import FourMinStrategy
 
@@ -27,6 +28,12 @@ class RunRecorder(Callback):
         # Ranks that torchrun or srun started know no folder, since its name has the time in it.
         self._folder = trainer.strategy.broadcast(self._folder)
         trainer._default_root_dir = str(self._folder)  # type: ignore[attr-defined]
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step:
+            for logger in trainer.loggers:
+                logger.log_metrics({RESUMED: 1.0}, step=trainer.global_step)
 
     # Not at the start of training: the module plans its rates there, after the callbacks.
     @override

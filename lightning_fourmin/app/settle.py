@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_fourmin.app.resume import first_whole, newest_runs_first, saved
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.data.index import INDEX_NAME
 from lightning_fourmin.data.sample import ShardError
@@ -85,21 +86,19 @@ def _checkpoint(resume: bool | str, folder: Path) -> str | None:
     """The checkpoint to go on from: that of the folder if it has one, else of the newest run beside it."""
     if not resume:
         return None
-    if resume is not True:
-        path = Path(resume)
-        path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
-        if not path.is_file():
+    if resume is True:
+        found = saved(folder) or newest_runs_first(folder.parent)
+        if not found:
             raise ConfigError(
-                f"resume={resume}: {path} does not exist; give the folder of a run, or true for the newest"
+                f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first"
             )
-        return str(path)
-    own = folder / "checkpoints" / "last.ckpt"
-    if own.is_file():
-        return str(own)
-    others = sorted(folder.parent.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-    if not others:
-        raise ConfigError(f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first")
-    return str(others[-1])
+    else:
+        path = Path(resume)
+        found = saved(path) if path.is_dir() else [path]
+        if not found or not found[0].is_file():
+            missing = f"{path}/checkpoints is empty" if path.is_dir() else f"{path} does not exist"
+            raise ConfigError(f"resume={resume}: {missing}; give the folder of a run, or true for the newest")
+    return str(first_whole(found))
 
 
 def _check_metric(name: str) -> None:

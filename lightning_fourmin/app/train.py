@@ -8,23 +8,27 @@ import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_fourmin.app.closing import closing_lines
 from lightning_fourmin.app.job import external_rank, train
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
 from lightning_fourmin.app.machine import hardware, versions
+from lightning_fourmin.app.resume import run_of
 from lightning_fourmin.app.settle import num_local_ranks, settled
 from lightning_fourmin.app.verb import give_up, run_hydra
+from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.report.page import write_report
-from lightning_fourmin.report.run_files import RunRecord
+from lightning_fourmin.report.parts import make_room
+from lightning_fourmin.report.run_files import RunRecord, Status
 
 INTERRUPTED = 130
 """The exit code of a process that Ctrl-C has ended, as shells have it."""
+EXIT_CODES = {"failed": 1, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 
 
 def main() -> None:
@@ -56,10 +60,8 @@ def _job(config: DictConfig) -> float:
     record = _run(config, folder, overrides)
     ok = record.status == "done"
     print("\n".join(closing_lines(record, folder)), file=sys.stdout if ok else sys.stderr, flush=True)
-    if record.status == "interrupted":
-        sys.exit(INTERRUPTED)
-    if record.status == "failed" and not sweeping:
-        sys.exit(1)
+    if not ok and not (record.status == "failed" and sweeping):
+        sys.exit(EXIT_CODES[record.status])
     value = getattr(record.summary, config.metric)
     return math.nan if record.status == "failed" or value is None else float(value)
 
@@ -70,18 +72,20 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
     command = shlex.join(["fourmin", "train", *sys.argv[1:]])
     RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
-    status: Literal["done", "failed", "interrupted"] = "done"
+    status: Status = "done"
     error = None
     try:
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
-        _set_aside(folder / "metrics.csv")
+        make_room(folder, run_of(plain["resume"]))
         if external_rank() is None:
             run_ranks(train, plain, num_local_ranks(plain["trainer"]))
         else:
             train(plain)
     except KeyboardInterrupt:
         status = "interrupted"
+    except SIGTERMException:
+        status = "preempted"
     except Exception as failure:
         status, error = "failed", message_of(failure)
         details = failure.details if isinstance(failure, RankError) else traceback.format_exc()
@@ -95,10 +99,3 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
         # A page that cannot be drawn does not undo a training.
         print(f"fourmin train: no report: {message_of(failure)}", file=sys.stderr)
     return record
-
-
-def _set_aside(file: Path) -> None:
-    """Keeps what an earlier run left in this folder: Lightning's logger begins with an empty file."""
-    if file.exists():
-        number = 1 + len(list(file.parent.glob(f"{file.stem}-*{file.suffix}")))
-        file.rename(file.with_stem(f"{file.stem}-{number}"))

@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fourmin.non_finite import BadStep, all_finite, losses_of_ranks, values_of_ranks
+from lightning_fourmin.precision import FourMinPrecision
 
 
 class FiniteCheck(Callback):
     """Ends all ranks with an error, before the optimizer's step, when a gradient is not finite.
 
-    The gradients are those after the all-reduce, so all ranks decide alike without asking each other. With a loss scale
-    (`FourMinPrecision`, Lightning's "16-mixed") such steps are skipped by the precision plugin, and nothing is checked
-    here.
+    The gradients are those after the all-reduce, so all ranks decide alike without asking each other. Where the
+    precision plugin skips such steps (`FourMinPrecision`, Lightning's "16-mixed") nothing is checked here.
     """
 
     def __init__(self) -> None:
@@ -36,6 +36,8 @@ class FiniteCheck(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         precision = trainer.precision_plugin
+        if isinstance(precision, FourMinPrecision):
+            return
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             return
         if all_finite([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]):

@@ -46,12 +46,14 @@ class RollCall:
         # Ranks that did not fail together have made different numbers of these.
         self._number = max(numbers)
         self._verdict: str | None = None
-        self._closed = False
+        self._closed = self._store_is_silent = False
         self._thread = threading.Thread(target=self._attend, name="fourmin-roll-call", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closed = True
+        if self._store_is_silent:
+            return  # a thread that waits for an answer holds the connection, and would have this one wait for it
         with suppress(dist.DistError):
             self._store.set(self._key("ring", self._rank), "")
         self._thread.join(timeout=1.0)
@@ -64,7 +66,8 @@ class RollCall:
         thread = threading.Thread(target=self._investigate, args=(own,), name="fourmin-roll-call-asks", daemon=True)
         thread.start()
         thread.join(LIMIT_S)
-        verdict = self._verdict or (_STORE_GONE if thread.is_alive() else None)
+        self._store_is_silent = thread.is_alive()
+        verdict = self._verdict or (_STORE_GONE if self._store_is_silent else None)
         if lost and verdict is not None:
             met = "" if str(error) == verdict else f" [{error}]"
             error.args = (f"{verdict}; resume from the last checkpoint{met}",)

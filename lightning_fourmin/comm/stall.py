@@ -75,10 +75,10 @@ class StallWatch:
         if everyones is None:
             direct = "another rank" if wait.missing_rank is None else f"rank {wait.missing_rank}"
             return f"it waits for {direct}; the store, which knows about the others, does not answer"
-        missing = [rank for rank, what in enumerate(everyones) if not what and rank != dist.get_rank()]
+        missing = [rank for rank, what in enumerate(everyones) if not what and rank != self._board.rank]
         if missing:
             return f"not arrived: {listed(missing)} (slow, stopped or gone?)"
-        others = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyones) if rank != dist.get_rank())
+        others = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyones) if rank != self._board.rank)
         return f"all ranks have arrived and wait, so look at the network ({others})"
 
 
@@ -87,15 +87,15 @@ class _Board:
 
     def __init__(self, number: int) -> None:
         self._store = own_store(f"stall{number}")
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._posted = ""
-        self._store.set(str(self._rank), self._posted)
+        self._store.set(str(self.rank), self._posted)
 
     def post(self, what: str) -> None:
         if what != self._posted:
             self._posted = what
             with suppress(dist.DistError):
-                self._store.set(str(self._rank), what)
+                self._store.set(str(self.rank), what)
 
     def read(self) -> list[str] | None:
         """What all ranks have posted; None if the store does not answer: its host may be what everyone waits for."""

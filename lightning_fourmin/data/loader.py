@@ -13,7 +13,7 @@ from lightning_fourmin.data.dataset import Delivery, ShardDataset
 from lightning_fourmin.data.deal import Deal, Remainder, Ticket
 from lightning_fourmin.data.order import Stretch
 from lightning_fourmin.data.sample import ShardError
-from lightning_fourmin.data.workers import end_with_parent
+from lightning_fourmin.data.workers import end_with_parent, leave_signals_to_parent
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ShardLoader(ABC):
                 persistent_workers=self._num_workers > 0,
                 pin_memory=self._pin_memory,
                 collate_fn=_as_it_is,
-                worker_init_fn=_end_with_rank,
+                worker_init_fn=_bind_to_rank,
             )
         self._iterator = iter(self._loader)
         return self._iterator
@@ -89,7 +89,8 @@ def _as_it_is(delivery: Any) -> Any:
     return delivery
 
 
-def _end_with_rank(worker: int) -> None:
+def _bind_to_rank(worker: int) -> None:
+    leave_signals_to_parent()
     # A worker has copies of its rank's connections: the other ranks learn of a death when the last copy is gone.
     end_with_parent()
 

@@ -3,7 +3,7 @@
 With gamma 0 there every block begins as the identity, so the first steps at a high rate see a shallow net.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,62 +15,63 @@ def _conv(before: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 class _Block(nn.Module):
-    """A residual block; subclasses make the branch, which ends with a batch norm."""
+    """A branch, which ends with a batch norm, beside a connection that skips it."""
 
-    expansion = 1
-
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, branch: nn.Sequential, before: int, stride: int) -> None:
         super().__init__()
-        out = width * self.expansion
-        self.branch = self._make_branch(before, width, stride)
+        self.branch = branch
         self.skip: nn.Module = nn.Identity()
+        out = self.last_norm.num_features
         if stride != 1 or before != out:
             self.skip = nn.Sequential(_conv(before, out, 1, stride), nn.BatchNorm2d(out))
 
-    def _make_branch(self, before: int, width: int, stride: int) -> nn.Sequential:
-        raise NotImplementedError
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        norm = self.branch[-1]
+        assert isinstance(norm, nn.BatchNorm2d)
+        return norm
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu_(self.branch(x) + self.skip(x))
 
 
-class _BasicBlock(_Block):
-    @override
-    def _make_branch(self, before: int, width: int, stride: int) -> nn.Sequential:
-        return nn.Sequential(
-            _conv(before, width, 3, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            _conv(width, width, 3),
-            nn.BatchNorm2d(width),
-        )
+def _basic(before: int, width: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(
+        _conv(before, width, 3, stride),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        _conv(width, width, 3),
+        nn.BatchNorm2d(width),
+    )
 
 
-class _Bottleneck(_Block):
-    expansion = 4
-
-    @override
-    def _make_branch(self, before: int, width: int, stride: int) -> nn.Sequential:
-        # v1.5: the 3x3 strides. In v1 the first 1x1 did, and three quarters of its inputs went unseen.
-        return nn.Sequential(
-            _conv(before, width, 1),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            _conv(width, width, 3, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            _conv(width, 4 * width, 1),
-            nn.BatchNorm2d(4 * width),
-        )
+def _bottleneck(before: int, width: int, stride: int) -> nn.Sequential:
+    # v1.5: the 3x3 strides. In v1 the first 1x1 did, and three quarters of its inputs went unseen.
+    return nn.Sequential(
+        _conv(before, width, 1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        _conv(width, width, 3, stride),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        _conv(width, 4 * width, 1),
+        nn.BatchNorm2d(4 * width),
+    )
 
 
 class ResNet(nn.Sequential):
     """Stem, stages that halve the side and double the width, mean over the pixels, classifier."""
 
     def __init__(
-        self, num_classes: int, stem: nn.Sequential, block: type[_Block], width: int, depths: Sequence[int]
+        self,
+        num_classes: int,
+        stem: nn.Sequential,
+        make_branch: Callable[[int, int, int], nn.Sequential],
+        width: int,
+        depths: Sequence[int],
     ) -> None:
+        """`make_branch` takes the channels before it, its width and its stride."""
         super().__init__()
         self.stem = stem
         before = width
@@ -78,8 +79,8 @@ class ResNet(nn.Sequential):
             blocks = []
             for number in range(depth):
                 stride = 2 if stage > 0 and number == 0 else 1
-                blocks.append(block(before, width << stage, stride))
-                before = (width << stage) * block.expansion
+                blocks.append(_Block(make_branch(before, width << stage, stride), before, stride))
+                before = blocks[-1].last_norm.num_features
             self.add_module(f"stage{stage + 1}", nn.Sequential(*blocks))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
@@ -91,8 +92,7 @@ class ResNet(nn.Sequential):
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(layer, _Block):
-                assert isinstance(layer.branch[-1], nn.BatchNorm2d)
-                nn.init.zeros_(layer.branch[-1].weight)
+                nn.init.zeros_(layer.last_norm.weight)
         nn.init.normal_(self.fc.weight, std=0.01)
         nn.init.zeros_(self.fc.bias)
 
@@ -104,15 +104,15 @@ def _imagenet_stem() -> nn.Sequential:
 
 def resnet50(num_classes: int = 1000) -> ResNet:
     """ResNet-50 v1.5 for images of about 224 pixels: 161 tensors, 25,557,032 parameters at 1000 classes."""
-    return ResNet(num_classes, _imagenet_stem(), _Bottleneck, 64, (3, 4, 6, 3))
+    return ResNet(num_classes, _imagenet_stem(), _bottleneck, 64, (3, 4, 6, 3))
 
 
 def resnet18(num_classes: int = 1000) -> ResNet:
     """ResNet-18 for images of about 224 pixels: 62 tensors, 11,689,512 parameters at 1000 classes."""
-    return ResNet(num_classes, _imagenet_stem(), _BasicBlock, 64, (2, 2, 2, 2))
+    return ResNet(num_classes, _imagenet_stem(), _basic, 64, (2, 2, 2, 2))
 
 
 def resnet_small(num_classes: int = 10) -> ResNet:
     """ResNet-20 for images of 8 to 64 pixels: 65 tensors, 0.27 M parameters at 10 classes."""
     stem = nn.Sequential(_conv(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
-    return ResNet(num_classes, stem, _BasicBlock, 16, (3, 3, 3))
+    return ResNet(num_classes, stem, _basic, 16, (3, 3, 3))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from lightning_fourmin.report.metrics import Series
-from lightning_fourmin.report.svg import INK, SETTINGS, VARIABLES, to_svg
+from lightning_fourmin.report.svg import INK, MUTED, SETTINGS, VARIABLES, to_svg
 from lightning_fourmin.report.words import plural, rounded
 
 if TYPE_CHECKING:
@@ -56,7 +56,14 @@ class Scale:
 LINEAR = Scale()
 
 
-def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = LINEAR, unit: str = "") -> Chart | None:
+def line_chart(
+    name: str,
+    title: str,
+    lines: Sequence[Line],
+    scale: Scale = LINEAR,
+    unit: str = "",
+    marked_steps: Sequence[int] = (),
+) -> Chart | None:
     """None if there is nothing to draw."""
     lines = [line for line in lines if len(line.series.steps) or line.series.num_bad]
     if not lines:
@@ -74,6 +81,8 @@ def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = LINE
         axes = figure.axes[0]
         for line in drawn:
             plot_line(axes, line)
+        for step in marked_steps:
+            axes.axvline(step, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
         finish(axes, scale)
         axes.set_xlabel("step")
         labels = ", ".join(line.label for line in lines if line.in_key)
@@ -81,12 +90,12 @@ def line_chart(name: str, title: str, lines: Sequence[Line], scale: Scale = LINE
     return Chart(title, svg, tuple(lines), tuple(notes))
 
 
-def loss_chart(name: str, title: str, lines: Sequence[Line]) -> Chart | None:
+def loss_chart(name: str, title: str, lines: Sequence[Line], marked_steps: Sequence[int] = ()) -> Chart | None:
     """Logarithmic where the end would be a flat line otherwise."""
     values = np.concatenate([line.series.values for line in lines]) if lines else np.zeros(0)
     if len(values) > 1 and 0 < values.min() * 30 < values.max():
-        return line_chart(name, f"{title}, logarithmic", lines, Scale(log_base=10))
-    return line_chart(name, title, lines)
+        return line_chart(name, f"{title}, logarithmic", lines, Scale(log_base=10), marked_steps=marked_steps)
+    return line_chart(name, title, lines, marked_steps=marked_steps)
 
 
 def small_figure() -> "Figure":

@@ -1,4 +1,4 @@
-"""The curves of a run: `metrics.csv` as Lightning's CSVLogger writes it."""
+"""The curves of a run, from the files that Lightning's CSVLogger writes."""
 
 import csv
 import io
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_fourmin.report.parts import RESUMED, metrics_files
 from lightning_fourmin.report.run_files import RunError
 
-METRICS_NAME = "metrics.csv"
 NUM_STRETCHES = 50
 """Of a series that is shown as its trend."""
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -69,19 +69,36 @@ class Series:
 
 
 Metrics = dict[str, Series]
+_Columns = dict[str, dict[int, float]]
+"""Values by name and step."""
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Every column with at least one number, by name; empty where nothing was logged."""
-    path = folder / METRICS_NAME
-    text = path.read_text() if path.is_file() else ""
+    """Every column with at least one number, by name; empty where nothing was logged.
+
+    Of a run that was resumed, all parts: each counts up to the step where the next one went on.
+    """
+    columns: _Columns = {}
+    for path in metrics_files(folder):
+        part = _read(path)
+        columns = _joined(columns, part) if RESUMED in part else part
+    series = {name: _series(points) for name, points in columns.items()}
+    return {name: one for name, one in series.items() if len(one.steps) or one.num_bad}
+
+
+def resumed_steps(metrics: Metrics) -> list[int]:
+    """Where the run went on from a checkpoint."""
+    return [int(step) for step in metrics[RESUMED].steps] if RESUMED in metrics else []
+
+
+def _read(path: Path) -> _Columns:
+    text = path.read_text()
     # A run that is still going may be writing its last line: half a number is a wrong number.
     rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
     names = next(rows, [])
     if names and "step" not in names:
         raise RunError(f"{path} has no column step: Lightning's CSVLogger did not write it")
-    # A resumed run logs some steps again: the later row is the one that counts.
-    columns: dict[str, dict[int, float]] = defaultdict(dict)
+    columns: _Columns = defaultdict(dict)
     for number, row in enumerate(rows, start=2):
         cells = {name: cell for name, cell in zip(names, row, strict=False) if cell}
         name = "step"
@@ -91,8 +108,14 @@ def read_metrics(folder: Path) -> Metrics:
                 columns[name][step] = float(cell)
         except (KeyError, ValueError) as error:
             raise RunError(f"{path}, line {number}: column {name} holds no number ({error})") from error
-    series = {name: _series(points) for name, points in columns.items()}
-    return {name: one for name, one in series.items() if len(one.steps) or one.num_bad}
+    return columns
+
+
+def _joined(earlier: _Columns, later: _Columns) -> _Columns:
+    """What was logged after the step of the resume belongs to a course that the run did not take."""
+    start = min(later[RESUMED])
+    kept = {name: {step: value for step, value in points.items() if step <= start} for name, points in earlier.items()}
+    return {name: kept.get(name, {}) | later.get(name, {}) for name in [*kept, *later]}
 
 
 def _series(points: dict[int, float]) -> Series:

@@ -8,7 +8,7 @@ from lightning_fourmin.files import write_whole
 from lightning_fourmin.report import words
 from lightning_fourmin.report.headline import headlines, summary_so_far
 from lightning_fourmin.report.heat_map import trust_ratio_map
-from lightning_fourmin.report.metrics import read_metrics
+from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from lightning_fourmin.report.run_files import RunRecord
 from lightning_fourmin.report.sections import learning, precision, throughput
 from lightning_fourmin.report.table_chart import algorithms_of, table_chart
@@ -32,6 +32,7 @@ def write_report(folder: Path) -> Path:
         record=record,
         summary=summary,
         headlines=headlines(record, summary),
+        resumed=[f"{step:,}" for step in resumed_steps(metrics)],
         sections=(learning(metrics), precision(metrics, summary), throughput(metrics, record, summary)),
         heat_map=trust_ratio_map(metrics),
         algorithms=algorithms_of(record.table) if record.table else [],

@@ -13,6 +13,8 @@ from lightning_fourmin.files import write_whole
 
 RUN_NAME = "run.json"
 FORMAT = 1
+Status = Literal["running", "done", "failed", "interrupted", "preempted"]
+"""interrupted: by Ctrl-C; preempted: by SIGTERM."""
 
 
 class RunError(ValueError):
@@ -103,7 +105,7 @@ class RunRecord:
     versions: dict[str, str]
     hardware: Hardware
     seconds: float | None = None
-    status: Literal["running", "done", "failed", "interrupted"] = "running"
+    status: Status = "running"
     error: str | None = None
     arithmetic: tuple[str, ...] = ()
     """Sentences on batch, rate and schedule."""

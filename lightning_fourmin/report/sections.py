@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_fourmin.report.chart import Chart, Line, Scale, line_chart, loss_chart, top_without_outliers
-from lightning_fourmin.report.metrics import Metrics
+from lightning_fourmin.report.metrics import Metrics, resumed_steps
 from lightning_fourmin.report.run_files import RunRecord, Summary
 from lightning_fourmin.report.svg import ALARM, MUTED, SERIES
 from lightning_fourmin.report.words import percent, plural, rounded, whole
@@ -22,15 +22,18 @@ class Section:
 
 
 def learning(metrics: Metrics) -> Section:
+    resumed = resumed_steps(metrics)
     accuracy = line_chart(
         "accuracy",
         "Validation accuracy",
         [*_line(metrics, "val/top1", "top-1", BLUE), *_line(metrics, "val/top5", "top-5", ORANGE)],
         Scale(percent=True),
+        marked_steps=resumed,
     )
     losses = [*_noisy(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
-    loss = loss_chart("loss", "Loss", losses)
-    rate = line_chart("rate", "Learning rate", _line(metrics, "lr", "rate of group 0", BLUE), Scale(from_zero=True))
+    loss = loss_chart("loss", "Loss", losses, marked_steps=resumed)
+    rates = _line(metrics, "lr", "rate of group 0", BLUE)
+    rate = line_chart("rate", "Learning rate", rates, Scale(from_zero=True), marked_steps=resumed)
     missing = [
         name
         for name, chart in (("validation accuracy", accuracy), ("loss", loss), ("learning rate", rate))
@@ -48,7 +51,7 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
     if skipped is not None:
         rises = skipped.steps[np.diff(skipped.values, prepend=0) > 0]
         lines.append(Line("a step was skipped", scale.at(rises), ALARM, style="dots"))
-    chart = line_chart("loss-scale", "Loss scale", lines, Scale(log_base=2))
+    chart = line_chart("loss-scale", "Loss scale", lines, Scale(log_base=2), marked_steps=resumed_steps(metrics))
     number = summary.skipped_steps
     if number is None:
         text = "How many steps were skipped was not logged."
@@ -71,10 +74,11 @@ def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section
         *_noisy(metrics, "fourmin/exposed_ms", "of it exposed", ORANGE),
     ]
     efficiency = _noisy(metrics, "fourmin/e", "T / (S x N)", BLUE)
+    whole_share, resumed = Scale(percent=True, from_zero=True), resumed_steps(metrics)
     charts = _there(
-        line_chart("images", "Images per second", images, _from_zero(images)),
-        line_chart("efficiency", "Efficiency e", efficiency, Scale(percent=True, from_zero=True)),
-        line_chart("times", "Milliseconds a step", times, _from_zero(times), " ms"),
+        line_chart("images", "Images per second", images, _from_zero(images), marked_steps=resumed),
+        line_chart("efficiency", "Efficiency e", efficiency, whole_share, marked_steps=resumed),
+        line_chart("times", "Milliseconds a step", times, _from_zero(times), " ms", marked_steps=resumed),
     )
     if not charts:
         return Section("Throughput", ("Throughput was not logged: add ScalingMonitor to the callbacks.",), ())

@@ -1,8 +1,11 @@
-"""The engine under random delays of every stage on every rank: right means, no deadlock, whatever the timing."""
+"""The engine under random delays, and torn down, in every stage on every rank: nobody waits for ever."""
+
+from itertools import product
 
 import pytest
 
 from pool import RankPool
+from teardown import STAGES_OF, WAYS, Teardown, tear_down_each
 from test_engine import MEMORIES, check, reduce_many
 
 LAYOUTS = ((2, 2), (4,), (3, 1), (2, 1), (1, 1, 1, 1))
@@ -13,3 +16,13 @@ def test_random_delays(ranks: RankPool, seed: int) -> None:
     nodes, memory = LAYOUTS[seed % len(LAYOUTS)], MEMORIES[seed % len(MEMORIES)]
     answers = ranks.run(reduce_many, None, memory, largest_sleep_s=0.005, num_rounds=2, seed=seed, nodes=nodes)
     check(answers, f"seed {seed}", largest_error=6)
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("nodes", LAYOUTS)
+def test_torn_down_in_every_stage(ranks: RankPool, nodes: tuple[int, ...], after: bool, shared_bytes: int) -> None:
+    algorithms = STAGES_OF if len(set(nodes)) == 1 else ("ring", "hierarchical")
+    for algorithm, way in product(algorithms, WAYS):
+        teardowns = [Teardown(algorithm, stage, way, after) for stage in STAGES_OF[algorithm]]
+        assert ranks.run(tear_down_each, teardowns, shared_bytes, nodes=nodes, timeout=240) == [[]] * sum(nodes)

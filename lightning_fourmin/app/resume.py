@@ -1,0 +1,47 @@
+"""Which checkpoint a run goes on from: the newest that is whole."""
+
+import sys
+from pathlib import Path
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_fourmin.checkpoints import CheckpointError, check_checkpoint
+from lightning_fourmin.report.run_files import RUN_NAME
+
+LAST_NAME = "last.ckpt"
+
+
+def saved(run: Path) -> list[Path]:
+    """The checkpoints of a run: the last one, then the others, newest first."""
+    files = (run / "checkpoints").glob("*.ckpt")
+    return sorted(files, key=lambda path: (path.name == LAST_NAME, path.stat().st_mtime), reverse=True)
+
+
+def newest_runs_first(experiment: Path) -> list[Path]:
+    """The checkpoints of all runs in a folder."""
+    runs = [files for run in experiment.glob("*/") if (files := saved(run))]
+    runs.sort(key=lambda files: max(path.stat().st_mtime for path in files), reverse=True)
+    return [path for files in runs for path in files]
+
+
+def first_whole(checkpoints: list[Path]) -> Path:
+    """The first that can be loaded; says which ones it passes over. CheckpointError if there is none."""
+    for path in checkpoints[:-1]:
+        try:
+            check_checkpoint(path)
+            return path
+        except CheckpointError as error:
+            _say(f"{error}; the one before it is tried")
+    check_checkpoint(checkpoints[-1])
+    return checkpoints[-1]
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(f"fourmin train: {text}", file=sys.stderr, flush=True)
+
+
+def run_of(checkpoint: str | None) -> Path | None:
+    """The folder of the run that has saved a checkpoint, if it is a run of this command."""
+    folder = None if checkpoint is None else Path(checkpoint).absolute().parent.parent
+    return folder if folder is not None and (folder / RUN_NAME).is_file() else None

@@ -1,0 +1,58 @@
+"""A store for one attempt of a run that torchrun may start again.
+
+torchrun keeps one store for all attempts. In it a new attempt would meet the addresses of processes that are gone, and
+the number of restarts cannot tell attempts apart: agents of different nodes count differently. So rank 0 draws a name
+for the attempt and tells it to those that call now:
+
+    rank 1   call/1 = 8f3a                                     what earlier attempts have left gets an answer, too,
+    rank 0            answer/8f3a = attempt 51d0               but nobody reads it
+    rank 1                               51d0/1 = here
+
+All ranks then use keys that begin with that name.
+"""
+
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+POLL_S = 0.01
+
+
+def shares_agents_store() -> bool:
+    """Whether torchrun has started this process and keeps the store itself."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_attempt(address: str, port: int, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """The agent's store with keys that no other attempt uses; waits until all ranks have called."""
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    meeting = dist.PrefixStore("fourmin/attempts", store)
+    name = _tell(meeting, num_ranks, timeout) if rank == 0 else _ask(meeting, rank)
+    return dist.PrefixStore(f"fourmin/{name}", store)
+
+
+def _tell(store: dist.Store, num_ranks: int, timeout: timedelta) -> str:
+    name, answered = uuid.uuid4().hex, set[str]()
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, num_ranks))
+    while missing:
+        for rank in missing:
+            if store.check([f"call/{rank}"]) and (call := store.get(f"call/{rank}").decode()) not in answered:
+                store.set(f"answer/{call}", name)
+                answered.add(call)
+        missing = [rank for rank in missing if not store.check([f"{name}/{rank}"])]
+        if missing and time.monotonic() > deadline:
+            raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s for ranks {missing} to start")
+        time.sleep(POLL_S)
+    return name
+
+
+def _ask(store: dist.Store, rank: int) -> str:
+    call = uuid.uuid4().hex
+    store.set(f"call/{rank}", call)
+    name = store.get(f"answer/{call}").decode()
+    store.set(f"{name}/{rank}", "")
+    return name

@@ -1,0 +1,39 @@
+"""The files that hold the curves of a run: one for each time it was started, the last of them `metrics.csv`."""
+
+import re
+import shutil
+from pathlib import Path
+
+METRICS_NAME = "metrics.csv"
+RESUMED = "fourmin/resumed"
+"""The column that says where a part goes on from a checkpoint; a part without it is a run of its own."""
+_EARLIER = re.compile(r"metrics-(\d+)\.csv")
+
+
+def metrics_files(folder: Path) -> list[Path]:
+    """In the order in which they were written."""
+    last = folder / METRICS_NAME
+    return [*_earlier(folder).values(), *([last] if last.is_file() else [])]
+
+
+def make_room(folder: Path, resumed: Path | None) -> None:
+    """Sets the files in `folder` aside, since Lightning's logger begins with an empty one.
+
+    A run that goes on from that of another folder takes the curves along from there.
+    """
+    last = folder / METRICS_NAME
+    if last.is_file():
+        last.rename(_next(folder))
+    if resumed is not None and resumed.resolve() != folder.resolve():
+        for file in metrics_files(resumed):
+            shutil.copyfile(file, _next(folder))
+
+
+def _earlier(folder: Path) -> dict[int, Path]:
+    """By number, which rises."""
+    found = {int(match[1]): path for path in folder.glob("metrics-*.csv") if (match := _EARLIER.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def _next(folder: Path) -> Path:
+    return folder / f"metrics-{1 + max(_earlier(folder), default=0)}.csv"
