@@ -53,6 +53,13 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     for name in ("sweep.md", "sweep.svg", "report.html"):
         assert (sweep / name).is_file()
     assert "2 of 4 jobs failed" in errors
+    # The sweep goes on: what is done stays, what failed is tried again.
+    again = ["optim.lr=4,-1", "trainer.devices=1,2", *SHORT, "resume=true", f"hydra.sweep.dir={sweep}"]
+    code, output, errors = fourmin("train", "-m", *again)
+    assert (code, "2 of 4 jobs failed" in errors) == (1, True), errors
+    assert [record(sweep / str(number)) == job for number, job in enumerate(jobs)] == [True, True, False, False]
+    code, output, errors = fourmin("train", "-m", *again[1:])
+    assert (code, "holds the job `optim.lr=4 trainer.devices=1" in errors) == (1, True), errors
 
 
 def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:

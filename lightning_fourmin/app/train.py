@@ -18,13 +18,13 @@ from lightning_fourmin.app.closing import closing_lines
 from lightning_fourmin.app.job import external_rank, train
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
 from lightning_fourmin.app.machine import hardware, versions
-from lightning_fourmin.app.resume import run_of
+from lightning_fourmin.app.resume import run_of, saved
 from lightning_fourmin.app.settle import num_local_ranks, settled
 from lightning_fourmin.app.verb import give_up, run_hydra
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.report.page import write_report
 from lightning_fourmin.report.parts import make_room
-from lightning_fourmin.report.run_files import RunRecord, Status
+from lightning_fourmin.report.run_files import RUN_NAME, RunRecord, Status
 
 INTERRUPTED = 130
 """The exit code of a process that Ctrl-C has ended, as shells have it."""
@@ -57,13 +57,27 @@ def _job(config: DictConfig) -> float:
     overrides = tuple(hydra.overrides.task) if sweeping else ()
     if sweeping:
         print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
-    record = _run(config, folder, overrides)
+    record = _done_before(config, folder, overrides) if sweeping and config.resume is True else None
+    if record is None:
+        record = _run(config, folder, overrides)
     ok = record.status == "done"
     print("\n".join(closing_lines(record, folder)), file=sys.stdout if ok else sys.stderr, flush=True)
     if not ok and not (record.status == "failed" and sweeping):
         sys.exit(EXIT_CODES[record.status])
     value = getattr(record.summary, config.metric)
     return math.nan if record.status == "failed" or value is None else float(value)
+
+
+def _done_before(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord | None:
+    """The record of a job of a resumed sweep that needs nothing more; others go on where they were, or begin."""
+    config.resume = str(folder) if saved(folder) else False
+    if not (folder / RUN_NAME).is_file():
+        return None
+    record = RunRecord.read(folder)
+    then, now = ([text for text in texts if not text.startswith("resume=")] for texts in (record.overrides, overrides))
+    if then != now:
+        give_up("train", f"{folder} holds the job `{' '.join(then)}`: give the sweep another hydra.sweep.dir")
+    return record if record.status == "done" else None
 
 
 def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord:
