@@ -24,10 +24,9 @@ from lightning_fourmin.app.verb import CONF
 from lightning_fourmin.comm.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
 from lightning_fourmin.comm.curves import switch_points
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
-from lightning_fourmin.comm.table import SIZES, AllReduceTable, readable
+from lightning_fourmin.comm.table import SIZES, AllReduceTable, default_fusion_mb, readable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.models import build_model
-from lightning_fourmin.options import DEFAULT_FUSION_MB
 from lightning_fourmin.predict.cluster import Cluster
 from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniques
 from lightning_fourmin.predict.work import peak_profile
@@ -43,6 +42,7 @@ THEME = (Path(svg.__file__).parent / "templates" / "theme.css").read_text() + "s
 BLUE, ORANGE, GREEN, PURPLE, YELLOW = SERIES[:5]
 COMPUTE = {"forward": BLUE, "backward": GREEN, "optimizer step": PURPLE}
 COLORS = dict(zip(ALGORITHMS, (ORANGE, BLUE, GREEN), strict=True))
+NODES_OF_4 = Topology.build([0] * 4 + [1] * 4)
 IMAGENET_TRAIN = 1_281_167
 
 
@@ -69,7 +69,7 @@ def config(name: str, *overrides: str) -> Any:
 
 @cache
 def scenario() -> Scenario:
-    """ResNet-50 on 1024 ranks of the paper's cluster, as `fourmin plan` has it without arguments."""
+    """ResNet-50 on 1024 ranks of the paper's cluster: `fourmin plan fusion_mb=16`."""
     cluster = Cluster.from_config(config("plan").cluster)
     assert cluster.reference is not None
     batch_size = cluster.reference.batch_size
@@ -78,7 +78,7 @@ def scenario() -> Scenario:
         peak = peak_profile(net, torch.empty(batch_size, 3, 224, 224), cluster.device)
     profile = peak.scaled(batch_size / cluster.reference.samples_per_s / peak.compute_s)
     parameters = list(net.named_parameters())
-    return Scenario(parameters, profile, cluster, 1024, DEFAULT_FUSION_MB, wire_dtype=torch.float16)
+    return Scenario(parameters, profile, cluster, 1024, fusion_mb=16.0, wire_dtype=torch.float16)
 
 
 def fusion() -> tuple[Figure, str]:
@@ -86,7 +86,7 @@ def fusion() -> tuple[Figure, str]:
     parameters = list(build_model("resnet50", 1000).named_parameters())
     figure, (axes,) = grid(2.6)
     labels = []
-    for row, threshold_mb in enumerate((0.0, DEFAULT_FUSION_MB, 16.0)):
+    for row, threshold_mb in enumerate((0.0, default_fusion_mb(NODES_OF_4, "gloo"), 16.0)):
         buckets = FusionPlan.build(parameters, threshold_mb).buckets
         left_mb = 0.0
         for bucket in buckets:
@@ -109,7 +109,7 @@ def fusion() -> tuple[Figure, str]:
 
 def phases() -> tuple[Figure, str]:
     """Who meets whom in each phase, on 2 nodes of 4 ranks."""
-    topology = Topology.build([0] * 4 + [1] * 4)
+    topology = NODES_OF_4
     figure = Figure(figsize=(9.5, 4.4), layout="constrained")
     rows: Any = figure.subplots(len(ALGORITHMS), len(STAGES))
     for algorithm, row in zip(ALGORITHMS, rows, strict=True):
@@ -169,7 +169,7 @@ def allreduce() -> tuple[Figure, str]:
     """The cost model's table for two clusters, with the sizes at which the choice changes."""
     figure, both = grid(3.8, 2)
     clusters = (
-        ("gloo", Topology.build([0] * 4 + [1] * 4)),
+        ("gloo", NODES_OF_4),
         ("nccl", Topology.build([n for n in range(16) for _ in range(8)])),
     )
     for axes, (backend, topology) in zip(both, clusters, strict=True):
@@ -238,7 +238,7 @@ def scaling() -> tuple[Figure, str]:
     log_axes(axes, x_base=2)
     axes.set_xticks(ranks[::2], [f"{number:,}" for number in ranks[::2]])
     axes.set_ylim(0, 1.03)
-    axes.set_xlabel("ranks, 8 a node, 64 images each")
+    axes.set_xlabel("ranks, 8 a node, 64 images each, fusion_mb=16")
     axes.set_title("Predicted efficiency e of ResNet-50 on the paper's cluster, each against its own S")
     axes.legend(loc="lower left", frameon=False)
     return figure, "Predicted scaling efficiency from 1 to 4096 ranks, with all techniques, without each, and with none"
@@ -275,7 +275,7 @@ def trust() -> tuple[Figure, str]:
     torch.manual_seed(1)
     net = build_model("alexnet_bn_small", 10)
     optimizer = fm.LARS(fm.param_groups(net, weight_decay=5e-4), lr=1.0)
-    images, labels = torch.randn(64, 3, 32, 32), torch.arange(64) % 10
+    images, labels = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
     seen: list[dict[str, float]] = []
     for _ in range(10):
         optimizer.zero_grad()
@@ -289,7 +289,7 @@ def trust() -> tuple[Figure, str]:
         axes.bar([place + 0.38 * shift for place in range(len(names))], heights, 0.36, color=color, label=label)
     log_axes(axes, y_base=10)
     axes.set_xticks([place + 0.19 for place in range(len(names))], [name.removesuffix(".weight") for name in names])
-    axes.set_title("Trust ratio of each weight tensor, alexnet_bn_small on 64 random images")
+    axes.set_title("Trust ratio of each weight tensor, alexnet_bn_small on 16 random images")
     axes.legend(frameon=False)
     return figure, "Trust ratios of the eight weight tensors of a small AlexNet-BN at its first and tenth step"
 
