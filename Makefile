@@ -1,9 +1,11 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.installed-docs
+INSTALL := $(BIN)/pip install --disable-pip-version-check -c constraints.txt -e
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak check clean
+.PHONY: help train test soak check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -22,11 +24,18 @@ check: $(STAMP) ## lint, format check and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS_STAMP) ## build the documentation into site/, links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## remove the virtual environment, caches and builds
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(INSTALL) '.[demo,dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(INSTALL) '.[docs]'
 	@touch $@

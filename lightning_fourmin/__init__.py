@@ -1,8 +1,8 @@
 """Fast, honest, large-batch data-parallel training for PyTorch Lightning: importing it registers `fourmin`."""
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 
 from lightning_fourmin.callbacks.finite_check import FiniteCheck
 from lightning_fourmin.callbacks.preemption import PreemptionCheckpoint
@@ -15,7 +15,7 @@ from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.recipe import param_groups
 from lightning_fourmin.strategy import FourMinStrategy
 
-__version__ = version("lightning-fourmin")
+__version__ = _version("lightning-fourmin")
 __all__ = [
     "LARS",
     "FiniteCheck",
@@ -29,5 +29,5 @@ __all__ = [
     "param_groups",
 ]
 
-if "fourmin" not in StrategyRegistry:
-    FourMinStrategy.register_strategies(StrategyRegistry)
+if "fourmin" not in _StrategyRegistry:
+    FourMinStrategy.register_strategies(_StrategyRegistry)

@@ -42,6 +42,11 @@ class LARS(Optimizer):
         eps: added to the denominator of the ratio.
         form: "mlperf": the momentum buffer holds updates; "torch": it holds gradients, and lr multiplies it.
         nesterov: look ahead by one step of momentum.
+
+    Example:
+        ```python
+        LARS(param_groups(module, weight_decay=2e-4), lr=10.0)  # MLPerf's rate for a batch of 4096
+        ```
     """
 
     def __init__(

@@ -41,6 +41,12 @@ class FourMinPrecision(HalfPrecision):
         dtype: "fp16" or "bf16".
         loss_scale: "dynamic" or a number; BF16 has FP32's range and is not scaled.
         half_kernels: compute products in FP32 and round them (see `half_kernels`); None: on CPUs without 16-bit units.
+
+    Example:
+        ```python
+        Trainer(strategy="fourmin", precision="16-true")  # picks it
+        Trainer(plugins=[FourMinPrecision("fp16", loss_scale=1024)])
+        ```
     """
 
     def __init__(

@@ -181,6 +181,7 @@ class PolySchedule(Schedule):
     """Falls as (1 - share)^power to an end rate."""
 
     end_lr: float = 1e-4
+    """The rate that the decay ends with."""
     power: float = 2.0
 
     @override
@@ -197,6 +198,7 @@ class CosineSchedule(Schedule):
     """Falls as half a wave of the cosine to an end rate."""
 
     end_lr: float = 0.0
+    """The rate that the decay ends with."""
 
     @override
     def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
@@ -212,7 +214,9 @@ class StepSchedule(Schedule):
     """Falls by a factor at given epochs."""
 
     epochs: tuple[float, ...] = (30, 60, 80)
+    """When it falls."""
     factor: float = 0.1
+    """What the rate is multiplied with, each time."""
 
     @override
     def decayed(self, peak_lr: float, share: float, epoch: float) -> float:

@@ -53,10 +53,10 @@ class FourMinStrategy(ResilientDDPStrategy):
         wire_dtype: "fp32", "fp16" or "bf16"; None: what `FourMinPrecision` computes in, else the gradients' dtype.
         predivide: factor that gradients are divided by before the sum, the rest after; None: chosen so that sums stay
             in range (see `comm.scaling`).
-        stall_warning_s: when a phase waits longer, every rank that waits says which ranks have not arrived.
+        stall_warning_s: seconds; when a phase waits longer, every rank that waits says which ranks have not arrived.
         trace: record spans; rank 0 writes those of all ranks (the last million, at most 50,000 of each) as
             `fourmin_trace.json` below the Trainer's `default_root_dir`, for Perfetto or chrome://tracing.
-        kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
+        **kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
     """
 
     def __init__(

@@ -1,12 +1,16 @@
-"""The wheel holds the package with its Hydra tree and works from an empty directory."""
+"""Wheel and sdist hold what they should, the wheel works from an empty directory, and users see the contract alone."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import lightning_fourmin
 
 REPO = Path(__file__).parents[1]
 
@@ -75,3 +79,33 @@ def test_wheel_registers_the_strategy_from_an_empty_directory(wheel: Path, tmp_p
     (elsewhere / "app.yaml").write_text(APP)
     output = python("-c", USE_PACKAGE, cwd=elsewhere, PYTHONPATH=str(site))
     assert f"imported from {site / 'lightning_fourmin' / '__init__.py'}" in output
+
+
+def test_sdist_holds_the_sources_and_nothing_that_lies_about(tmp_path: Path) -> None:
+    python("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = {"benchmarks", "conf", "docs", "examples", "lightning_fourmin", "tests"}
+    assert {name.partition("/")[0] for name in names if "/" in name} == folders
+    assert {
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "constraints.txt",
+        "lightning_fourmin/conf.py",
+        "lightning_fourmin/py.typed",
+        "lightning_fourmin/report/templates/run.html",
+        "mkdocs.yml",
+        "pyproject.toml",
+        "tests/scripts/train.py",
+    } <= names
+    assert not [name for name in names if name.endswith((".ckpt", ".pyc", ".tar"))]
+
+
+def test_only_the_contract_is_exported() -> None:
+    seen = {name for name, value in vars(lightning_fourmin).items() if not isinstance(value, ModuleType)}
+    assert {name for name in seen if not name.startswith("_")} == set(lightning_fourmin.__all__)

@@ -35,6 +35,7 @@ class ScalingSummary:
     T: float
     """Samples a second of all ranks."""
     step_ms: float
+    """From the end of one optimizer step to the end of the next."""
     comm_ms: float | None
     """Time of a step in which gradients are under way."""
     exposed_ms: float | None

@@ -36,7 +36,9 @@ class ShardDataModule(LightningDataModule):
             returns is collated. None: random crops and flips of images.
         eval_transform: the same for evaluation. None: the middle of images.
         image_size: pixels, for the default transforms.
-        train_split, val_split, test_split: names in the index. Prediction uses the test split.
+        train_split: name in the index.
+        val_split: name in the index.
+        test_split: name in the index; prediction uses it, too.
         num_workers: processes a rank that read and decode; 0: none.
         prefetch_factor: batches a worker prepares ahead.
         seed: of the order and the augmentation.
@@ -47,7 +49,13 @@ class ShardDataModule(LightningDataModule):
             stand in for them, in evaluation the batch is smaller.
         pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
         collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
-        mean, std: of the images' channels, between 0 and 1.
+        mean: of the images' red, green and blue, each between 0 and 1.
+        std: the same for their standard deviations.
+
+    Example:
+        ```python
+        trainer.fit(ImageClassifier("resnet50"), ShardDataModule("shards/imagenet", batch_size=256, num_workers=8))
+        ```
     """
 
     def __init__(
@@ -126,12 +134,14 @@ class ShardDataModule(LightningDataModule):
 
     @property
     def index(self) -> Index:
+        """Splits, shards and classes, read on first use."""
         if self._index is None:
             self._index = read_index(self.folder, pipes=self._pipes)
         return self._index
 
     @property
     def num_classes(self) -> int:
+        """As many as the index names."""
         return len(self.index.classes)
 
     @property

@@ -29,7 +29,9 @@ class Sample:
     """The files of a shard that share a key, by their extension in lower case."""
 
     shard: str
+    """Name of the tar file."""
     key: str
+    """What the names of its files begin with, up to the first dot."""
     number: int
     """Samples before it in its split: its identity."""
     members: dict[str, Member]
@@ -41,15 +43,19 @@ class Sample:
         return self._member(field).data
 
     def text(self, field: str = "txt") -> str:
+        """A field of UTF-8 text."""
         return str(self._read(field, "UTF-8 text", bytes.decode))
 
     def json(self, field: str = "json") -> Any:
+        """A field of JSON, parsed."""
         return self._read(field, "JSON", json.loads)
 
     def integer(self, field: str = "cls") -> int:
+        """A field that holds a whole number in digits."""
         return int(self._read(field, "an integer", int))
 
     def numpy(self, field: str = "npy") -> NDArray[Any]:
+        """A field of a saved array, loaded without pickle."""
         return np.asarray(
             self._read(field, "a NumPy array", lambda data: np.load(io.BytesIO(data), allow_pickle=False))
         )

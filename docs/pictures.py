@@ -1,0 +1,335 @@
+"""Draws the pictures of the documentation from the objects of the package: `python docs/pictures.py`.
+
+Numbers come from the plans, tables, schedules and optimizers that a run uses, so a picture changes when the code does.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.utils import instantiate
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import nn
+
+import lightning_fourmin as fm
+from lightning_fourmin.app.verb import CONF
+from lightning_fourmin.comm.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
+from lightning_fourmin.comm.curves import switch_points
+from lightning_fourmin.comm.fusion import MIB, FusionPlan
+from lightning_fourmin.comm.table import SIZES, AllReduceTable, default_fusion_mb, readable
+from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.models import build_model
+from lightning_fourmin.predict.cluster import Cluster
+from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniques
+from lightning_fourmin.predict.work import peak_profile
+from lightning_fourmin.recipe import GlobalBatch
+from lightning_fourmin.report import svg
+from lightning_fourmin.report.svg import FAINT, INK, MUTED, SERIES, SETTINGS, to_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FOLDER = Path(__file__).parent / "pictures"
+THEME = (Path(svg.__file__).parent / "templates" / "theme.css").read_text() + "svg { background: var(--paper); }"
+BLUE, ORANGE, GREEN, PURPLE, YELLOW = SERIES[:5]
+COMPUTE = {"forward": BLUE, "backward": GREEN, "optimizer step": PURPLE}
+COLORS = dict(zip(ALGORITHMS, (ORANGE, BLUE, GREEN), strict=True))
+NODES_OF_4 = Topology.build([0] * 4 + [1] * 4)
+IMAGENET_TRAIN = 1_281_167
+
+
+def grid(height: float, num_columns: int = 1, **ratios: Any) -> tuple[Figure, list["Axes"]]:
+    """A figure as wide as a page, `height` in inches, with axes side by side."""
+    figure = Figure(figsize=(9.5, height), layout="constrained")
+    return figure, list(figure.subplots(1, num_columns, squeeze=False, **ratios)[0])
+
+
+def log_axes(axes: "Axes", x_base: int | None = None, y_base: int | None = None) -> None:
+    """Logarithmic axes whose ticks are plain numbers: the text of our pictures has no formulas."""
+    for base, axis in ((x_base, axes.xaxis), (y_base, axes.yaxis)):
+        if base is not None:
+            (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log", base=base)
+            axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.minorticks_off()
+
+
+def config(name: str, *overrides: str) -> Any:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+@cache
+def scenario() -> Scenario:
+    """ResNet-50 on 1024 ranks of the paper's cluster: `fourmin plan fusion_mb=16`."""
+    cluster = Cluster.from_config(config("plan").cluster)
+    assert cluster.reference is not None
+    batch_size = cluster.reference.batch_size
+    with torch.device("meta"):
+        net = build_model(cluster.reference.model, 1000)
+        peak = peak_profile(net, torch.empty(batch_size, 3, 224, 224), cluster.device)
+    profile = peak.scaled(batch_size / cluster.reference.samples_per_s / peak.compute_s)
+    parameters = list(net.named_parameters())
+    return Scenario(parameters, profile, cluster, 1024, fusion_mb=16.0, wire_dtype=torch.float16)
+
+
+def fusion() -> tuple[Figure, str]:
+    """ResNet-50's gradients in ready order, cut at three thresholds."""
+    parameters = list(build_model("resnet50", 1000).named_parameters())
+    figure, (axes,) = grid(2.6)
+    labels = []
+    for row, threshold_mb in enumerate((0.0, default_fusion_mb(NODES_OF_4, "gloo"), 16.0)):
+        buckets = FusionPlan.build(parameters, threshold_mb).buckets
+        left_mb = 0.0
+        for bucket in buckets:
+            width_mb = bucket.num_bytes / MIB
+            color = ORANGE if len(bucket.names) == 1 else BLUE
+            axes.barh(row, max(0.8 * width_mb, width_mb - 0.15), left=left_mb, height=0.62, color=color, linewidth=0)
+            left_mb += width_mb
+        name = "every gradient alone" if threshold_mb == 0 else f"fusion_mb={threshold_mb:g}"
+        labels.append(f"{name}\n{len(buckets)} messages")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.005)
+    axes.grid(False)
+    axes.set_xlabel("MiB of gradients, in the order in which backward makes them ready (fc first, stem last)")
+    axes.set_title("Messages of ResNet-50")
+    handles = [Patch(color=ORANGE, label="one gradient"), Patch(color=BLUE, label="several, fused")]
+    figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False)
+    return figure, "Gradients of ResNet-50 in ready order, cut into buckets at three fusion thresholds"
+
+
+def phases() -> tuple[Figure, str]:
+    """Who meets whom in each phase, on 2 nodes of 4 ranks."""
+    topology = NODES_OF_4
+    figure = Figure(figsize=(9.5, 4.4), layout="constrained")
+    rows: Any = figure.subplots(len(ALGORITHMS), len(STAGES))
+    for algorithm, row in zip(ALGORITHMS, rows, strict=True):
+        for stage, axes in zip(STAGES, row, strict=True):
+            _draw_phase(axes, algorithm, stage, topology)
+            if stage == STAGES[0]:
+                axes.set_ylabel(algorithm, color=COLORS[algorithm], rotation=0, ha="right", va="center")
+            if algorithm == ALGORITHMS[0]:
+                axes.set_title(stage)
+    return figure, "The ranks that meet in each phase of ring, hierarchical and torus all-reduce, 2 nodes of 4 ranks"
+
+
+def _draw_phase(axes: "Axes", algorithm: str, stage: str, topology: Topology) -> None:
+    def place(rank: int) -> tuple[float, float]:
+        return topology.group_of(rank).index(rank), -topology.node_of[rank]
+
+    used = algorithm != "ring" or stage == "scatter"
+    if used:
+        for rank in range(topology.world_size):
+            met = phase_ranks(algorithm, stage, topology, rank)
+            if rank not in met:
+                continue
+            peer = met[(met.index(rank) + 1) % len(met)]
+            (x, y), (to_x, to_y) = place(rank), place(peer)
+            # The line from the last of a row back to the first goes around those between.
+            bend = 0.0 if to_y != y or abs(to_x - x) == 1 else 0.22 if y == 0 else -0.22
+            arrow = {"arrowstyle": "-", "color": COLORS[algorithm], "lw": 1.8, "connectionstyle": f"arc3,rad={bend}"}
+            axes.annotate("", (to_x, to_y), (x, y), arrowprops=arrow)
+    for rank in range(topology.world_size):
+        x, y = place(rank)
+        axes.plot(x, y, "o", ms=14, color=FAINT if used else "none", markeredgecolor=FAINT, zorder=3)
+        axes.annotate(str(rank), (x, y), ha="center", va="center", color=INK if used else MUTED, fontsize=9, zorder=4)
+    axes.set(xlim=(-0.7, 3.7), ylim=(-1.7, 0.7), xticks=[], yticks=[])
+    axes.grid(False)
+    axes.spines["bottom"].set_visible(False)
+
+
+def steps() -> tuple[Figure, str]:
+    """Steps of each algorithm as rings, by the number of ranks, nodes of 8."""
+    figure, (axes,) = grid(3.4)
+    worlds = [2**n for n in range(4, 13)]
+    nodes = {world: Topology.build([rank // 8 for rank in range(world)]) for world in worlds}
+    for algorithm in ALGORITHMS:
+        counts = [num_steps(algorithm, nodes[world]) for world in worlds]
+        axes.plot(worlds, counts, marker="o", ms=4, color=COLORS[algorithm])
+        text, up = f"{algorithm}, {counts[-1]:,}", {"hierarchical": 6, "torus": -6}.get(algorithm, 0)
+        axes.annotate(text, (worlds[-1], counts[-1]), (8, up), textcoords="offset points", va="center")
+    log_axes(axes, x_base=2, y_base=10)
+    axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
+    axes.margins(x=0.14)
+    axes.set_xlabel("ranks, 8 a node")
+    axes.set_title("Steps of one all-reduce, every collective counted as a ring")
+    return figure, "Number of steps of ring, hierarchical and torus all-reduce from 16 to 4096 ranks"
+
+
+def allreduce() -> tuple[Figure, str]:
+    """The cost model's table for two clusters, with the sizes at which the choice changes."""
+    figure, both = grid(3.8, 2)
+    clusters = (
+        ("gloo", NODES_OF_4),
+        ("nccl", Topology.build([n for n in range(16) for _ in range(8)])),
+    )
+    for axes, (backend, topology) in zip(both, clusters, strict=True):
+        table = AllReduceTable.from_cost_model(topology, backend)
+        for algorithm in ALGORITHMS:
+            times_ms = [row.milliseconds[algorithm] for row in table.rows]
+            axes.plot(SIZES, times_ms, color=COLORS[algorithm], label=algorithm)
+            chosen = [(size, ms) for size, ms in zip(SIZES, times_ms, strict=True) if table.choose(size) == algorithm]
+            axes.plot(*zip(*chosen, strict=True), "o", ms=6, mew=0, color=COLORS[algorithm]) if chosen else None
+        for size, below, above in switch_points(table):
+            axes.axvline(size, color=MUTED, linestyle=":", linewidth=1)
+            text = f"{readable(size)}: {below} to {above} "
+            axes.annotate(text, (size, 0.98), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=9)
+        log_axes(axes, x_base=2, y_base=10)
+        axes.set_xticks(SIZES[::3], [readable(size) for size in SIZES[::3]])
+        axes.set_xlabel("bytes on the wire")
+        axes.set_title(f"{topology.num_nodes} nodes x {topology.largest_group} ranks, {backend}: ms")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)
+    return figure, "Milliseconds of each all-reduce by size, from the cost model, and where the choice changes"
+
+
+def step() -> tuple[Figure, str]:
+    """A simulated step of ResNet-50 on 1024 ranks, without and with the paper's techniques."""
+    fused = scenario()
+    plain = replace(fused, fusion_mb=0.0, algorithm="ring")
+    figure = Figure(figsize=(9.5, 5.0), layout="constrained")
+    rows: Any = figure.subplots(2, 1)
+    titles = ("Every gradient alone, ring", f"Fused (fusion_mb={fused.fusion_mb:g}), hybrid")
+    for axes, case, title in zip(rows, (plain, fused), titles, strict=True):
+        _draw_step(axes, case)
+        seen = case.prediction
+        axes.set_title(f"{title}: {seen.step_ms:,.0f} ms a step, {seen.exposed_ms:,.0f} ms exposed, e = {seen.e:.2f}")
+    handles = [Patch(color=color, label=name) for name, color in {**COMPUTE, "buckets": ORANGE}.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
+    rows[-1].set_xlabel("ms; 1024 ranks, 64 images each, FP16, the paper's cluster")
+    return (
+        figure,
+        "Simulated training step of ResNet-50 on 1024 ranks, without fusion and with fusion and hybrid all-reduce",
+    )
+
+
+def _draw_step(axes: "Axes", case: Scenario) -> None:
+    lanes = ("main", "reduce", "scatter", "broadcast")
+    for span in case.step.spans:
+        start_ms, took_ms = 1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)
+        color = COMPUTE.get(span.name) or (ORANGE, YELLOW)[int(span.name.removeprefix("bucket ")) % 2]
+        axes.barh(lanes.index(span.lane), took_ms, left=start_ms, height=0.7, color=color, linewidth=0)
+    axes.set_yticks(range(len(lanes)), ["compute", *lanes[1:]])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.grid(False)
+    axes.margins(x=0.01)
+
+
+def scaling() -> tuple[Figure, str]:
+    """Predicted efficiency by ranks, with all techniques and without each."""
+    figure, (axes,) = grid(3.8)
+    known = scenario().cluster.reference
+    assert known is not None
+    assert known.fp32_samples_per_s is not None
+    fp32_profile = scenario().profile.scaled(known.samples_per_s / known.fp32_samples_per_s)
+    cases = techniques(scenario(), fp32_profile)
+    curves = {name: scaling_curve(case, most_ranks=4096) for name, case in cases.items()}
+    for (name, curve), color in zip(curves.items(), (BLUE, ORANGE, PURPLE, GREEN, MUTED), strict=True):
+        axes.plot([point.N for point in curve], [point.e for point in curve], marker="o", ms=4, color=color, label=name)
+    ranks = [point.N for point in curves["all"]]
+    log_axes(axes, x_base=2)
+    axes.set_xticks(ranks[::2], [f"{number:,}" for number in ranks[::2]])
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel("ranks, 8 a node, 64 images each, fusion_mb=16")
+    axes.set_title("Predicted efficiency e of ResNet-50 on the paper's cluster, each against its own S")
+    axes.legend(loc="lower left", frameon=False)
+    return figure, "Predicted scaling efficiency from 1 to 4096 ranks, with all techniques, without each, and with none"
+
+
+def masters() -> tuple[Figure, str]:
+    """Share of weights that one LARS step leaves as they were, in FP16 and on FP32 masters, by learning rate."""
+    rates = [10.0 ** (exponent / 4) for exponent in range(-12, 7)]
+    figure, (axes,) = grid(3.4)
+    for name, dtype, color in (("FP16 weights", torch.float16, ORANGE), ("FP32 masters", torch.float32, BLUE)):
+        axes.plot(rates, [100 * _share_lost(rate, dtype) for rate in rates], color=color, marker="o", ms=4, label=name)
+    log_axes(axes, x_base=10)
+    axes.set_ylim(-3, 103)
+    axes.set_xlabel("learning rate of LARS (trust coefficient 0.001)")
+    axes.set_title("Weights whose update is lost to rounding, %, one step")
+    axes.legend(frameon=False)
+    return (
+        figure,
+        "Share of weights that a LARS step does not change, by learning rate, in FP16 and on FP32 masters",
+    )
+
+
+def _share_lost(rate: float, dtype: torch.dtype) -> float:
+    generator = torch.Generator().manual_seed(1)
+    weight = nn.Parameter((0.05 * torch.randn(20_000, generator=generator)).to(dtype))
+    weight.grad = torch.randn(20_000, generator=generator).to(dtype)
+    before = weight.detach().clone()
+    fm.LARS([weight], lr=rate).step()
+    return float((weight.detach() == before).float().mean())
+
+
+def trust() -> tuple[Figure, str]:
+    """Trust ratios of a small AlexNet-BN in its first steps."""
+    torch.manual_seed(1)
+    net = build_model("alexnet_bn_small", 10)
+    optimizer = fm.LARS(fm.param_groups(net, weight_decay=5e-4), lr=1.0)
+    images, labels = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
+    seen: list[dict[str, float]] = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+        seen.append(optimizer.trust_ratios())
+    figure, (axes,) = grid(3.4)
+    names = list(seen[0])
+    for shift, (ratios, label, color) in enumerate(((seen[0], "step 1", BLUE), (seen[-1], "step 10", ORANGE))):
+        heights = [ratios[name] for name in names]
+        axes.bar([place + 0.38 * shift for place in range(len(names))], heights, 0.36, color=color, label=label)
+    log_axes(axes, y_base=10)
+    axes.set_xticks([place + 0.19 for place in range(len(names))], [name.removesuffix(".weight") for name in names])
+    axes.set_title("Trust ratio of each weight tensor, alexnet_bn_small on 16 random images")
+    axes.legend(frameon=False)
+    return figure, "Trust ratios of the eight weight tensors of a small AlexNet-BN at its first and tenth step"
+
+
+def rates() -> tuple[Figure, str]:
+    """The learning rates of the ImageNet experiments."""
+    figure, (axes,) = grid(3.2)
+    for name, color in (
+        ("imagenet_resnet50_8k", BLUE),
+        ("imagenet_resnet50_64k", ORANGE),
+        ("imagenet_alexnet_64k", GREEN),
+    ):
+        experiment = config("train", f"experiment={name}")
+        batch = int(experiment.global_batch)
+        per_epoch = IMAGENET_TRAIN // batch
+        schedule = instantiate(experiment.schedule, _convert_="all")
+        total = per_epoch * int(experiment.trainer.max_epochs)
+        plan = schedule.plan(float(experiment.optim.lr), GlobalBatch(batch, 1), per_epoch, total)
+        epochs = [number / per_epoch for number in range(0, total, max(1, total // 300))]
+        axes.plot(epochs, [plan.lr(round(epoch * per_epoch)) for epoch in epochs], color=color, label=name)
+    axes.set_xlabel("epoch")
+    axes.set_title("Learning rate of the ImageNet experiments: warm-up, then poly decay")
+    axes.legend(frameon=False)
+    return figure, "Learning rate by epoch of the three ImageNet experiments"
+
+
+PICTURES: tuple[Callable[[], tuple[Figure, str]], ...] = (
+    fusion, phases, steps, allreduce, step, scaling, masters, trust, rates,
+)  # fmt: skip
+
+
+def draw_all(folder: Path) -> None:
+    """Writes every picture; the same code gives the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(SETTINGS):
+        for picture in PICTURES:
+            figure, label = picture()
+            text = to_svg(figure, picture.__name__, label, THEME)
+            (folder / f"{picture.__name__}.svg").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    draw_all(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
