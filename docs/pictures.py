@@ -3,6 +3,8 @@
 Numbers come from the plans, tables, schedules and optimizers that a run uses, so a picture changes when the code does.
 """
 
+import json
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,15 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch import nn
 
-import lightning_fourmin as fm
-from lightning_fourmin.app.verb import CONF
+from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes
 from lightning_fourmin.comm.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
 from lightning_fourmin.comm.curves import switch_points
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
@@ -30,41 +27,19 @@ from lightning_fourmin.models import build_model
 from lightning_fourmin.predict.cluster import Cluster
 from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniques
 from lightning_fourmin.predict.work import peak_profile
-from lightning_fourmin.recipe import GlobalBatch
 from lightning_fourmin.report import svg
-from lightning_fourmin.report.svg import FAINT, INK, MUTED, SERIES, SETTINGS, to_svg
+from lightning_fourmin.report.svg import FAINT, INK, MUTED, SETTINGS, to_svg
+from pictures_of_recipe import masters, rates, trust
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FOLDER = Path(__file__).parent / "pictures"
+STEPS = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "step.json").read_text())["data"]
 THEME = (Path(svg.__file__).parent / "templates" / "theme.css").read_text() + "svg { background: var(--paper); }"
-BLUE, ORANGE, GREEN, PURPLE, YELLOW = SERIES[:5]
 COMPUTE = {"forward": BLUE, "backward": GREEN, "optimizer step": PURPLE}
 COLORS = dict(zip(ALGORITHMS, (ORANGE, BLUE, GREEN), strict=True))
 NODES_OF_4 = Topology.build([0] * 4 + [1] * 4)
-IMAGENET_TRAIN = 1_281_167
-
-
-def grid(height: float, num_columns: int = 1, **ratios: Any) -> tuple[Figure, list["Axes"]]:
-    """A figure as wide as a page, `height` in inches, with axes side by side."""
-    figure = Figure(figsize=(9.5, height), layout="constrained")
-    return figure, list(figure.subplots(1, num_columns, squeeze=False, **ratios)[0])
-
-
-def log_axes(axes: "Axes", x_base: int | None = None, y_base: int | None = None) -> None:
-    """Logarithmic axes whose ticks are plain numbers: the text of our pictures has no formulas."""
-    for base, axis in ((x_base, axes.xaxis), (y_base, axes.yaxis)):
-        if base is not None:
-            (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log", base=base)
-            axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    axes.minorticks_off()
-
-
-def config(name: str, *overrides: str) -> Any:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(name, list(overrides))
 
 
 @cache
@@ -226,6 +201,12 @@ def _draw_step(axes: "Axes", case: Scenario) -> None:
 def scaling() -> tuple[Figure, str]:
     """Predicted efficiency by ranks, with all techniques and without each."""
     figure, (axes,) = grid(3.8)
+    _draw_scaling(axes)
+    axes.set_title("Predicted efficiency e of ResNet-50 on the paper's cluster, each against its own S")
+    return figure, "Predicted scaling efficiency from 1 to 4096 ranks, with all techniques, without each, and with none"
+
+
+def _draw_scaling(axes: "Axes") -> None:
     known = scenario().cluster.reference
     assert known is not None
     assert known.fp32_samples_per_s is not None
@@ -236,88 +217,35 @@ def scaling() -> tuple[Figure, str]:
         axes.plot([point.N for point in curve], [point.e for point in curve], marker="o", ms=4, color=color, label=name)
     ranks = [point.N for point in curves["all"]]
     log_axes(axes, x_base=2)
-    axes.set_xticks(ranks[::2], [f"{number:,}" for number in ranks[::2]])
+    axes.set_xticks(ranks[::3], [f"{number:,}" for number in ranks[::3]])
     axes.set_ylim(0, 1.03)
     axes.set_xlabel("ranks, 8 a node, 64 images each, fusion_mb=16")
-    axes.set_title("Predicted efficiency e of ResNet-50 on the paper's cluster, each against its own S")
     axes.legend(loc="lower left", frameon=False)
-    return figure, "Predicted scaling efficiency from 1 to 4096 ranks, with all techniques, without each, and with none"
 
 
-def masters() -> tuple[Figure, str]:
-    """Share of weights that one LARS step leaves as they were, in FP16 and on FP32 masters, by learning rate."""
-    rates = [10.0 ** (exponent / 4) for exponent in range(-12, 7)]
-    figure, (axes,) = grid(3.4)
-    for name, dtype, color in (("FP16 weights", torch.float16, ORANGE), ("FP32 masters", torch.float32, BLUE)):
-        axes.plot(rates, [100 * _share_lost(rate, dtype) for rate in rates], color=color, marker="o", ms=4, label=name)
-    log_axes(axes, x_base=10)
-    axes.set_ylim(-3, 103)
-    axes.set_xlabel("learning rate of LARS (trust coefficient 0.001)")
-    axes.set_title("Weights whose update is lost to rounding, %, one step")
-    axes.legend(frameon=False)
-    return (
-        figure,
-        "Share of weights that a LARS step does not change, by learning rate, in FP16 and on FP32 masters",
-    )
-
-
-def _share_lost(rate: float, dtype: torch.dtype) -> float:
-    generator = torch.Generator().manual_seed(1)
-    weight = nn.Parameter((0.05 * torch.randn(20_000, generator=generator)).to(dtype))
-    weight.grad = torch.randn(20_000, generator=generator).to(dtype)
-    before = weight.detach().clone()
-    fm.LARS([weight], lr=rate).step()
-    return float((weight.detach() == before).float().mean())
-
-
-def trust() -> tuple[Figure, str]:
-    """Trust ratios of a small AlexNet-BN in its first steps."""
-    torch.manual_seed(1)
-    net = build_model("alexnet_bn_small", 10)
-    optimizer = fm.LARS(fm.param_groups(net, weight_decay=5e-4), lr=1.0)
-    images, labels = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
-    seen: list[dict[str, float]] = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(images), labels).backward()
-        optimizer.step()
-        seen.append(optimizer.trust_ratios())
-    figure, (axes,) = grid(3.4)
-    names = list(seen[0])
-    for shift, (ratios, label, color) in enumerate(((seen[0], "step 1", BLUE), (seen[-1], "step 10", ORANGE))):
-        heights = [ratios[name] for name in names]
-        axes.bar([place + 0.38 * shift for place in range(len(names))], heights, 0.36, color=color, label=label)
-    log_axes(axes, y_base=10)
-    axes.set_xticks([place + 0.19 for place in range(len(names))], [name.removesuffix(".weight") for name in names])
-    axes.set_title("Trust ratio of each weight tensor, alexnet_bn_small on 16 random images")
-    axes.legend(frameon=False)
-    return figure, "Trust ratios of the eight weight tensors of a small AlexNet-BN at its first and tenth step"
-
-
-def rates() -> tuple[Figure, str]:
-    """The learning rates of the ImageNet experiments."""
-    figure, (axes,) = grid(3.2)
-    for name, color in (
-        ("imagenet_resnet50_8k", BLUE),
-        ("imagenet_resnet50_64k", ORANGE),
-        ("imagenet_alexnet_64k", GREEN),
-    ):
-        experiment = config("train", f"experiment={name}")
-        batch = int(experiment.global_batch)
-        per_epoch = IMAGENET_TRAIN // batch
-        schedule = instantiate(experiment.schedule, _convert_="all")
-        total = per_epoch * int(experiment.trainer.max_epochs)
-        plan = schedule.plan(float(experiment.optim.lr), GlobalBatch(batch, 1), per_epoch, total)
-        epochs = [number / per_epoch for number in range(0, total, max(1, total // 300))]
-        axes.plot(epochs, [plan.lr(round(epoch * per_epoch)) for epoch in epochs], color=color, label=name)
-    axes.set_xlabel("epoch")
-    axes.set_title("Learning rate of the ImageNet experiments: warm-up, then poly decay")
-    axes.legend(frameon=False)
-    return figure, "Learning rate by epoch of the three ImageNet experiments"
+def overview() -> tuple[Figure, str]:
+    """What was measured on emulated clusters, beside what is predicted for the paper's."""
+    figure, (measured, predicted) = grid(3.6, 2)
+    ways = {"ddp": ("ddp", MUTED), "ddp_fp16": ("ddp, FP16 hook", YELLOW), "fourmin": ("fourmin", GREEN)}
+    ways["fourmin_fp16"] = ("fourmin, FP16 wire", BLUE)
+    clusters = ("2x2", "2x4", "4x2")
+    for place, (way, (label, color)) in enumerate(ways.items()):
+        steps_ms = [statistics.median(STEPS[f"{cluster}_200mbit_fc_heavy"][way]) for cluster in clusters]
+        bars = measured.bar([number + 0.21 * place for number in range(3)], steps_ms, 0.19, color=color, label=label)
+        measured.bar_label(bars, fmt="%.0f", fontsize=8, color=INK)
+    measured.set_xticks([number + 0.315 for number in range(3)], [cluster.replace("x", " x ") for cluster in clusters])
+    measured.set_xlabel("emulated nodes x ranks, 200 Mbit/s")
+    measured.set_axisbelow(True)
+    measured.set_title("Measured: ms a step")
+    measured.set_ylim(0, 1.35 * max(statistics.median(STEPS[f"{c}_200mbit_fc_heavy"]["ddp"]) for c in clusters))
+    measured.legend(loc="upper left", ncols=2, frameon=False, fontsize=9)
+    _draw_scaling(predicted)
+    predicted.set_title("Predicted: efficiency of ResNet-50")
+    return figure, "Measured steps of ddp and fourmin on three emulated clusters; predicted efficiency up to 4096 ranks"
 
 
 PICTURES: tuple[Callable[[], tuple[Figure, str]], ...] = (
-    fusion, phases, steps, allreduce, step, scaling, masters, trust, rates,
+    overview, fusion, phases, steps, allreduce, step, scaling, masters, trust, rates,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from lightning_fourmin.app import VERBS
 from lightning_fourmin.app.verb import CONF
 from lightning_fourmin.models import MODELS
 from lightning_fourmin.options import CommOptions
+from pictures import draw_all
 
 REPO = Path(__file__).parents[1]
 DOCS = REPO / "docs"
@@ -179,15 +180,10 @@ def words_of(picture: Path) -> list[str]:
 
 def test_pictures_are_of_this_code(tmp_path: Path) -> None:
     """Texts are compared, with the numbers in them; the points of curves may differ in a last digit elsewhere."""
-    spec = spec_from_file_location("pictures", DOCS / "pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    pictures = module_from_spec(spec)
-    spec.loader.exec_module(pictures)
-    pictures.draw_all(tmp_path)
+    draw_all(tmp_path)
     drawn = {path.name: words_of(path) for path in tmp_path.iterdir()}
     assert {path.name: words_of(path) for path in (DOCS / "pictures").iterdir()} == drawn, "run python docs/pictures.py"
-    shown = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    shown = "\n".join(page.read_text() for page in (DOCS.parent / "README.md", *DOCS.rglob("*.md")))
     assert {name for name in drawn if f"pictures/{name})" not in shown} == set()
 
 

@@ -148,9 +148,9 @@ def test_pieces_grow_with_the_latencies_that_each_of_them_pays(num_nodes: int, c
     assert num_nodes == 1 or chunk_bytes == SIZES[-1] or num_nodes * 1e-5 <= 0.5 * chunk_bytes * 1e-10
 
 
-def test_default_fusion_is_two_pieces() -> None:
+def test_default_fusion_is_two_pieces_up_to_a_limit() -> None:
     assert default_fusion_mb(TWO_NODES, "gloo") == 2.0
-    assert default_fusion_mb(Topology.build([rank // 8 for rank in range(2048)]), "nccl") == 128.0
+    assert default_fusion_mb(Topology.build([rank // 8 for rank in range(2048)]), "nccl") == 32.0
 
 
 # Choices.

@@ -29,6 +29,8 @@ SIZES = tuple(sizes_up_to(64 * 1024 * 1024))
 """256 B to 64 MiB, the sizes that the cost model fills in."""
 CHUNK_BYTES = 1024 * 1024
 """The smallest pieces that the cost model cuts buckets into; the largest are of the last of SIZES."""
+MOST_FUSED_MB = 32.0
+"""By default: with larger buckets backward would have nearly nothing left to hide them behind."""
 LATENCY_SHARE = 0.5
 """What latency may add to the time that the bytes of a piece take between groups."""
 
@@ -213,7 +215,7 @@ def cached_table_path(topology: Topology, backend: str) -> Path:
 
 def default_fusion_mb(topology: Topology, backend: str) -> float:
     """Fusion threshold where nothing was measured: two pieces, so that latency stays small beside a bucket's bytes."""
-    return 2 * AllReduceTable.from_cost_model(topology, backend).chunk_bytes / MIB
+    return min(MOST_FUSED_MB, 2 * AllReduceTable.from_cost_model(topology, backend).chunk_bytes / MIB)
 
 
 def _chunk_bytes(rows: Sequence[Row], topology: Topology, links: Links) -> int:
