@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from lightning_fourmin.report.run_files import RunRecord, Summary
+from lightning_fourmin.report.words import plural
 
 
 def closing_lines(record: RunRecord, folder: Path) -> list[str]:
@@ -31,5 +32,5 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("images/s", f"{summary.images_per_s:,.0f} = {' x '.join(parts)}"))
     if summary.steps is not None:
         skipped = "" if summary.skipped_steps is None else f", {summary.skipped_steps} skipped"
-        rows.append(("steps", f"{summary.steps:,d} in {summary.epochs} epochs{skipped}"))
+        rows.append(("steps", f"{summary.steps:,d} in {plural(summary.epochs or 0, 'epoch')}{skipped}"))
     return rows

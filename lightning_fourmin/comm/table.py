@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_fourmin.comm.algorithms import usable_algorithms
+from lightning_fourmin.comm.algorithms import ALGORITHMS, usable_algorithms
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s, phase_costs
 from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.topology import Topology
@@ -240,7 +240,7 @@ def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
     if not rows:
         raise ValueError("it has no rows")
     names = set(rows[0].milliseconds)
-    if not names or not names <= {"ring", "hierarchical", "torus"}:
+    if not names or not names <= set(ALGORITHMS):
         raise ValueError(f"its algorithms are {sorted(names)}")
     if rows[0].num_bytes < 1 or [row.num_bytes for row in rows] != sorted({row.num_bytes for row in rows}):
         raise ValueError("its sizes do not rise from 1 byte or more")
