@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
@@ -21,6 +22,14 @@ LAUNCHER_PID = "FOURMIN_LAUNCHER_PID"
 
 class PatientLauncher(_SubprocessScriptLauncher):
     """Starts ranks as Lightning does; when one has died the others may have their say before they are killed."""
+
+    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        if num_processes > 1 and not cluster_environment.creates_processes_externally and _in_hydra_multirun():
+            raise RuntimeError(
+                "Hydra multirun cannot start ranks by running the command again: each rank would replay the whole "
+                "sweep. Use strategy='fourmin_spawn', which starts ranks from this process."
+            )
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -64,7 +73,7 @@ def _ended_with_launcher() -> Iterator[None]:
         thread.join()
 
 
-def in_hydra_multirun() -> bool:
+def _in_hydra_multirun() -> bool:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 

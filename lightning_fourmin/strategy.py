@@ -29,7 +29,6 @@ from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace
-from lightning_fourmin.launcher import in_hydra_multirun
 from lightning_fourmin.options import WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
@@ -133,21 +132,6 @@ class FourMinStrategy(ResilientDDPStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if (
-            self._start_method == "popen"
-            and self.num_processes > 1
-            and not self.cluster_environment.creates_processes_externally
-            and in_hydra_multirun()
-        ):
-            raise RuntimeError(
-                "Hydra multirun cannot start ranks by running the command again: each rank would replay the whole "
-                "sweep. Use strategy='fourmin_spawn', which starts ranks from this process."
-            )
-        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
