@@ -9,13 +9,13 @@ from lightning_fourmin.report.run_files import RunRecord, Summary
 def closing_lines(record: RunRecord, folder: Path) -> list[str]:
     """How it went and where to read more, as lines for the terminal."""
     where = os.path.relpath(folder)
-    resumable = any((folder / "checkpoints").glob("*.ckpt"))
-    if record.status == "interrupted":
-        rest = f"`resume={where}` goes on after the last epoch that was complete" if resumable else "nothing was saved yet"
-        return [f"fourmin train: interrupted; {rest}"]
-    if record.status == "preempted":
-        rest = f"`resume={where}` goes on after the last step that was saved" if resumable else "nothing was saved yet"
-        return [f"fourmin train: asked to end by SIGTERM; {rest}"]
+    if record.status in ("interrupted", "preempted"):
+        last, how = "epoch that was complete", "interrupted"
+        if record.status == "preempted":
+            last, how = "step that was saved", "asked to end by SIGTERM"
+        resumable = any((folder / "checkpoints").glob("*.ckpt"))
+        rest = f"`resume={where}` goes on after the last {last}" if resumable else "nothing was saved yet"
+        return [f"fourmin train: {how}; {rest}"]
     if record.status == "failed":
         return [f"fourmin train: {record.error}", f"  traceback: {where}/error.txt"]
     rows = [*_figures(record.summary), ("time", f"{record.seconds:,.0f} s"), ("report", f"{where}/report.html")]
