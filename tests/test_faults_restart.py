@@ -71,7 +71,7 @@ def test_torchrun_goes_on_on_two_nodes_that_count_restarts_differently(undisturb
         for node in range(2):
             directory = tmp_path / f"node{node}"
             directory.mkdir()
-            arguments = [*launcher, *endpoint, SCRIPT, "1x2", str(tmp_path), "1:7:SIGKILL:10", "1:16:SIGKILL:0"]
+            arguments = [*launcher, *endpoint, SCRIPT, "1x2", str(tmp_path), "1:7:SIGKILL:10"]
             runs.append(stack.enter_context(running(arguments, directory)))
         for run in runs:
             assert run.process.wait(240) == 0, "\n".join(run.output for run in runs)

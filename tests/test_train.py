@@ -139,9 +139,10 @@ def test_checkpoints_that_cannot_be_loaded(fourmin: Fourmin, tmp_path: Path) -> 
         assert code == 1
         assert errors.startswith(f"fourmin train: {path} {message}")
         assert "Traceback" not in output + errors
-    code, output, errors = fourmin("train", *short, f"resume={best}", "model=resnet_small")
+    other = ["model=resnet_small", "~model.model_options.dropout"]
+    code, output, errors = fourmin("train", *short, f"resume={best}", *other)
     assert code == 1
-    assert errors.startswith(f"fourmin train: {best} was saved by another model: Missing key(s) in state_dict: ")
+    assert f"fourmin train: {best} was saved by another model: Missing key(s) in state_dict: " in errors
     assert "Traceback" not in output + errors
     code, _, errors = fourmin("train", *short, "run_dir=runs/digits/second", "resume=true", "trainer.max_epochs=2")
     assert code == 0, errors
@@ -154,7 +155,7 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
     diverging = ["precision=fp32", "optim=sgd", "optim.lr=1e38", "trainer.limit_train_batches=8", "trainer.devices=1"]
     code, output, errors = fourmin("train", *diverging, "data.num_workers=0")
     assert code == 1
-    assert errors.startswith("fourmin train: gradients are not finite at global_step ")
+    assert "\nfourmin train: gradients are not finite at global_step " in errors
     assert "Traceback" not in output + errors
 
 

@@ -10,10 +10,13 @@ from lightning_fourmin.report.words import plural
 def closing_lines(record: RunRecord, folder: Path) -> list[str]:
     """How it went and where to read more, as lines for the terminal."""
     where = os.path.relpath(folder)
-    if record.status == "interrupted":
-        return [f"fourmin train: interrupted; `resume={where}` goes on after the last epoch that was complete"]
-    if record.status == "preempted":
-        return [f"fourmin train: asked to end by SIGTERM; `resume={where}` goes on after the last step that was saved"]
+    if record.status in ("interrupted", "preempted"):
+        last, how = "epoch that was complete", "interrupted"
+        if record.status == "preempted":
+            last, how = "step that was saved", "asked to end by SIGTERM"
+        resumable = any((folder / "checkpoints").glob("*.ckpt"))
+        rest = f"`resume={where}` goes on after the last {last}" if resumable else "nothing was saved yet"
+        return [f"fourmin train: {how}; {rest}"]
     if record.status == "failed":
         return [f"fourmin train: {record.error}", f"  traceback: {where}/error.txt"]
     rows = [*_figures(record.summary), ("time", f"{record.seconds:,.0f} s"), ("report", f"{where}/report.html")]

@@ -1,6 +1,7 @@
 """One training as one rank sees it: data, module and Trainer from a resolved config."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fourmin.app.quiet import hush
@@ -30,6 +32,10 @@ def train(config: dict[str, Any]) -> None:
     callbacks = _parts(config["callbacks"])
     if optimizer.func is not LARS:
         callbacks.pop("trust_ratios", None)
+    if external_rank() is None:
+        # Lightning's handler waits for the other ranks, which may never come: until PreemptionCheckpoint takes over,
+        # SIGTERM ends a rank.
+        callbacks["sigterm"] = LambdaCallback(on_fit_start=lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     make_trainer = instantiate(config["trainer"], _partial_=True, _convert_="all")
     trainer: Trainer = make_trainer(
         strategy=instantiate(config["strategy"], _convert_="all"),
