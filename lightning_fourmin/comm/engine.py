@@ -66,6 +66,8 @@ class Engine:
         self.meter: Meter | None = None
         """Set it to measure; it may be set at any time between steps."""
         self._groups, self._device, self._predivide = groups, device, predivide
+        # To say what went wrong when the default group is already gone.
+        self._rank = dist.get_rank()
         self._chunk_bytes = table.chunk_bytes or CHUNK_BYTES
         self._scratch = Scratch()
         self._arena = self._open_arena(shared_bytes)
@@ -159,8 +161,6 @@ class Engine:
         still_running = any(thread.is_alive() for thread in self._threads)
         if self._error is not None or self._under_way or still_running:
             self._groups.clean = False
-        if self._arena is not None and not still_running:
-            self._arena.close()
 
     def _open_arena(self, shared_bytes: int) -> SharedArena | None:
         """Shared memory for the ranks of this rank's group, if they are on one node and the table uses groups."""
@@ -199,6 +199,9 @@ class Engine:
                     self._queues[position + 1].put(piece)
             if stage != "finish":
                 self._queues[position + 1].put(None)
+            elif self._arena is not None:
+                # The last of the threads: nobody uses it any more.
+                self._arena.close()
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -229,7 +232,7 @@ class Engine:
         algorithm = piece.bucket.route.algorithm
         what = f"bucket {piece.bucket.index}, phase {piece.phase} of the {algorithm} all-reduce"
         if piece.phase != "finish":
-            ranks = phase_ranks(algorithm, piece.phase, self.topology, dist.get_rank())
+            ranks = phase_ranks(algorithm, piece.phase, self.topology, self._rank)
             what += f" among {listed(ranks)}"
         return Wait(since_s, what, None if piece.pending is None else piece.pending.missing_rank)
 
