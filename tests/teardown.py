@@ -95,7 +95,13 @@ def own_world(number: int) -> Iterator[None]:
         yield
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _leave_together()
+
+
+def _leave_together() -> None:
+    # A rank that leaves while another one still connects would make that one fail.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def tear_engine_down(teardown: Teardown, shared_bytes: int) -> list[str]:
@@ -174,7 +180,7 @@ def held_things() -> Counter[str]:
 
 def tear_down_each(teardowns: list[Teardown], shared_bytes: int = 1 << 20) -> list[str]:
     """One after the other, each in a world of its own; what went wrong in any, and what is left of it."""
-    dist.destroy_process_group()
+    _leave_together()
     with own_world(0):
         tear_engine_down(Teardown(teardowns[0].algorithm, "finish", "close"), shared_bytes)
     before, complaints = held_things(), []

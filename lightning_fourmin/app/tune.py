@@ -87,6 +87,9 @@ def tune_rank(config: dict[str, Any]) -> None:
     fabric = Fabric(accelerator=options.accelerator, devices=devices, num_nodes=num_nodes, strategy="ddp")
     fabric.launch()
     tune(options, fabric.node_rank, fabric.device)
+    # Together: one whose peers have left with messages under way may be aborted by the backend.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def tune(options: TuneOptions, node_rank: int, device: torch.device) -> AllReduceTable:
