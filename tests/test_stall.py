@@ -59,6 +59,8 @@ def submit_while_one_is_stopped(algorithm: str, rank: int) -> tuple[list[str], b
         engine(algorithm, stall_warning_s=LIMIT_S, shared_bytes=8192) as made,
     ):
         mean = made.submit(torch.full((100,), float(dist.get_rank())), 0).wait()
+        # On a slow machine that may have been a wait worth posting: time to take it back.
+        time.sleep(LIMIT_S)
         with stopped(rank):
             future = made.submit(torch.full((100,), float(dist.get_rank())), 7)
             deadline = time.monotonic() + 30

@@ -33,7 +33,7 @@ def traced_fit(folder: Path, num_fits: int = 1) -> None:
         for module in ("comm.trace", "comm.engine"):
             patch.setattr(f"lightning_fourmin.{module}.now_ns", lambda: clock() + SHIFT_NS * rank)
         for number in range(num_fits):
-            strategy = FourMinStrategy(trace=True, algorithm="hierarchical", fusion_mb=1e-4)
+            strategy = FourMinStrategy(trace=True, algorithm="hierarchical", fusion_mb=1e-5)
             trainer = rank_trainer(strategy, max_steps=2 + number, default_root_dir=folder)
             trainer.fit(Regression(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 1))), data(4))
 
