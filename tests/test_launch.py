@@ -2,11 +2,14 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from torch.distributed import TCPStore
 
 from lightning_fourmin.app import launch
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
@@ -42,3 +45,17 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.Monke
 def test_messages_of_errors() -> None:
     assert message_of(ValueError("lr is bad")) == "lr is bad"
     assert message_of(AssertionError()) == "AssertionError"
+
+
+def listen(config: dict[str, Any]) -> None:
+    TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size=1, is_master=True)
+
+
+def test_another_port_is_tried_when_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        ports = iter([taken.getsockname()[1], find_free_network_port()])
+        monkeypatch.setattr(launch, "find_free_network_port", lambda: next(ports))
+        run_ranks(listen, {}, 1)
+    assert next(ports, None) is None

@@ -26,6 +26,8 @@ from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 
 GRACE_S = 10.0
 """How long ranks may take to end after one has failed or Ctrl-C was pressed."""
+NUM_PORTS = 3
+"""How many are tried: one that was free may be taken by another process before rank 0 listens on it."""
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,6 +51,15 @@ def run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], nu
 
     SIGTERMException if they have ended because they were asked to.
     """
+    for attempt in range(1, NUM_PORTS + 1):
+        try:
+            return _run_ranks(work, config, num_ranks)
+        except RankError as error:
+            if "EADDRINUSE" not in str(error) or attempt == NUM_PORTS:
+                raise
+
+
+def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], num_ranks: int) -> None:
     failures: SimpleQueue[_Failure] = mp.get_context("spawn").SimpleQueue()
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
     # It announces each signal that it sends.
