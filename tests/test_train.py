@@ -15,7 +15,7 @@ import torch
 from lightning_fourmin.checkpoints import AtomicCheckpointIO
 from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from pages import Page
-from test_launchers import running
+from test_launchers import Run, running
 
 Fourmin = Callable[..., tuple[int, str, str]]
 # One rank's work of a second or so.
@@ -62,18 +62,23 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     assert (code, "holds the job `optim.lr=4 trainer.devices=1" in errors) == (1, True), errors
 
 
+def end_all(run: Run, folder: Path, awaited: str, number: signal.Signals) -> None:
+    """Signals every process of a run once a file is there: all end soon, with the exit code that shells have for it."""
+    deadline = time.monotonic() + 120
+    while not list(folder.glob(awaited)):
+        assert run.process.poll() is None, run.output
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.1)
+    os.killpg(run.process.pid, number)
+    assert run.process.wait(60) == 128 + number, run.output
+    assert run.left() == []
+    assert "Traceback" not in run.output
+
+
 def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
     command = ["-m", "lightning_fourmin.app", "train", "trainer.max_epochs=1000", *SHORT[1:]]
     with running(command, tmp_path) as run:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("runs/digits/*/checkpoints/last.ckpt")):
-            assert run.process.poll() is None, run.output
-            assert time.monotonic() < deadline, run.output
-            time.sleep(0.1)
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.process.wait(60) == 130, run.output
-        assert run.left() == []
-        assert "Traceback" not in run.output
+        end_all(run, tmp_path, "runs/digits/*/checkpoints/last.ckpt", signal.SIGINT)
     (folder,) = (tmp_path / "runs" / "digits").iterdir()
     assert record(folder)["status"] == "interrupted"
     where = os.path.relpath(folder, tmp_path)
@@ -100,15 +105,7 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmi
     arguments = ["run_dir=run", "data.batch_size=4", "trainer.log_every_n_steps=1"]
     folder = tmp_path / "run"
     with running(["-m", "lightning_fourmin.app", "train", *arguments], tmp_path) as run:
-        deadline = time.monotonic() + 120
-        while not (folder / "metrics.csv").exists():
-            assert run.process.poll() is None, run.output
-            assert time.monotonic() < deadline, run.output
-            time.sleep(0.1)
-        os.killpg(run.process.pid, signal.SIGTERM)
-        assert run.process.wait(60) == 143, run.output
-        assert run.left() == []
-        assert "Traceback" not in run.output
+        end_all(run, tmp_path, "run/metrics.csv", signal.SIGTERM)
         assert "asked to end by SIGTERM; `resume=run` goes on after the last step that was saved" in run.output
     assert record(folder)["status"] == "preempted"
     num_steps = AtomicCheckpointIO().load_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
