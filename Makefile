@@ -14,7 +14,7 @@ train: $(STAMP) ## train a small net on digits with 2 ranks; a report at the end
 	$(BIN)/fourmin train
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) ## run what takes long: hundreds of faults and races, thousands of steps
 	$(BIN)/python -m pytest --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py

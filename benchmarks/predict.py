@@ -121,14 +121,17 @@ def main() -> None:
     arguments = parser.parse_args()
     data: dict[str, dict[str, Any]] = read("predict") or {}
     chosen = SETTINGS if arguments.only is None else arguments.only
-    for name in [n for n in chosen if arguments.again or n not in data]:
+    command = f"python benchmarks/predict.py --rounds {arguments.rounds}"
+    todo = [name for name in chosen if arguments.again or name not in data]
+    for name in todo:
         print(name, file=sys.stderr, flush=True)
         try:
             data[name] = measure(*SETTINGS[name], arguments.rounds)
         except ClusterUnavailable as error:
             sys.exit(f"no emulated cluster here: {error}")
-    if data:
-        write("predict", f"python benchmarks/predict.py --rounds {arguments.rounds}", data, report(data))
+        write("predict", command, data, report(data))
+    if data and not todo:
+        write("predict", command, data, report(data))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+SLOW_FILES = (
+    "test_train",
+    "test_faults_restart",
+    "test_launchers",
+    "test_faults_stop",
+    "test_datamodule",
+    "test_examples",
+    "test_teardown",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: at the end no process has a long one left while the other has none."""
+    items.sort(key=lambda item: SLOW_FILES.index(item.path.stem) if item.path.stem in SLOW_FILES else len(SLOW_FILES))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tables that the user of this machine has measured stay out of the tests, and those of the tests out of theirs."""

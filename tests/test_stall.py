@@ -59,8 +59,6 @@ def submit_while_one_is_stopped(algorithm: str, rank: int) -> tuple[list[str], b
         engine(algorithm, stall_warning_s=LIMIT_S, shared_bytes=8192) as made,
     ):
         mean = made.submit(torch.full((100,), float(dist.get_rank())), 0).wait()
-        # On a slow machine that may have been a wait worth posting: time to take it back.
-        time.sleep(LIMIT_S)
         with stopped(rank):
             future = made.submit(torch.full((100,), float(dist.get_rank())), 7)
             deadline = time.monotonic() + 30
@@ -86,6 +84,35 @@ def test_every_waiting_rank_names_the_one_that_is_stopped(ranks: RankPool, algor
         assert f"has waited for more than {LIMIT_S} s; not arrived: rank {rank} (slow, stopped or gone?)" in lines[0]
     if algorithm == "ring":
         assert "phase scatter of the ring all-reduce among ranks 0-3" in answers[0][0][0]
+
+
+def stopped_while_it_waits() -> tuple[list[str], bool]:
+    """Ranks 0 and 2 wait for rank 1, and say so; then it stops rank 2 and arrives itself."""
+    me = dist.get_rank()
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    with warnings_of_the_watch() as lines, engine("hierarchical", stall_warning_s=2.0) as made:
+        assert made._stall_watch is not None
+        board = made._stall_watch._board
+        if me == 1:
+            while not ((posts := board.read()) and posts[0].what and posts[2].what):
+                time.sleep(0.05)
+            os.kill(pids[2], signal.SIGSTOP)
+        # Each rank sums a part, so nobody is done without rank 2.
+        future = made.submit(torch.full((100_000,), float(me)), 7)
+        if me == 1:
+            deadline = time.monotonic() + 30
+            while not lines and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.kill(pids[2], signal.SIGCONT)
+        right = bool((future.wait() == 1.0).all())
+    return lines, right
+
+
+def test_a_rank_that_is_stopped_while_it_waits_is_named(ranks: RankPool) -> None:
+    answers = ranks.run(stopped_while_it_waits, nodes=[1, 1, 1])
+    assert all(right for _, right in answers)
+    assert [line.partition("; ")[2] for line in answers[1][0]] == ["not arrived: rank 2 (slow, stopped or gone?)"]
 
 
 def time_out_while_one_is_stopped(algorithm: str, rank: int) -> tuple[str, list[str], list[str]]:
@@ -133,29 +160,28 @@ def test_a_long_wait_is_said_once_while_it_lasts(ranks: RankPool) -> None:
     )
 
 
-def nothing_posted() -> list[str]:
-    with engine("hierarchical", stall_warning_s=30) as made:
-        for index in range(3):
-            made.submit(torch.ones(1000), index).wait()
+def on_the_board(asking: int) -> list[str]:
+    """Who is missing to one rank when nobody has posted, when all have but once, and when all have left."""
+    answers = []
+    with engine("hierarchical", stall_warning_s=0.4) as made:
         watch = made._stall_watch
         assert watch is not None
-        dist.barrier()
-        who = watch._who_is_missing(Wait(time.monotonic(), "a phase", 1))
-        dist.barrier()
-        watch._board.post("bucket 3")
-        dist.barrier()
-        everyone = watch._who_is_missing(Wait(time.monotonic(), "a phase", 1))
-        dist.barrier()
-    return [who, everyone]
+        watch.close()
+        for say in (lambda: None, lambda: watch._board.post("bucket 3"), lambda: watch._board.read(leaving=True)):
+            say()
+            dist.barrier()
+            if dist.get_rank() == asking:
+                answers.append(watch._who_is_missing(Wait(time.monotonic(), "a phase", 1)))
+            dist.barrier()
+    return answers
 
 
-def test_who_has_posted_nothing_has_not_arrived(ranks: RankPool) -> None:
-    answers = ranks.run(nothing_posted, world=3)
-    assert answers[0][0] == "not arrived: ranks 1-2 (slow, stopped or gone?)"
-    assert answers[1][0] == "not arrived: ranks 0, 2 (slow, stopped or gone?)"
-    assert answers[0][1] == (
-        "all ranks have arrived and wait, so look at the network (rank 1: bucket 3; rank 2: bucket 3)"
-    )
+def test_who_has_posted_nothing_or_nothing_new_has_not_arrived(ranks: RankPool) -> None:
+    assert ranks.run(on_the_board, 1, world=3)[1] == [
+        "not arrived: ranks 0, 2 (slow, stopped or gone?)",
+        "not arrived: ranks 0, 2 (slow, stopped or gone?)",
+        "all ranks have arrived and wait, so look at the network (rank 0: bucket 3; rank 2: bucket 3)",
+    ]
 
 
 def store_without_answer() -> str:

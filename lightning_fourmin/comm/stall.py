@@ -5,8 +5,9 @@
     rank 2   waits for 3 <-'         rank 3, on every rank
     rank 3   stopped, or slow
 
-Nothing is posted or asked as long as no wait is long. On CUDA the host waits for no phase: there NCCL's own watchdog
-is the one that speaks.
+A rank that waits posts again and again, so that one which was stopped while it waited is found as well: its post stays
+the same. Nothing is posted or asked as long as no wait is long. On CUDA the host waits for no phase: there NCCL's own
+watchdog is the one that speaks.
 """
 
 import logging
@@ -23,6 +24,8 @@ from lightning_fourmin.comm.store import ANSWER_S, own_store
 log = logging.getLogger(__name__)
 
 POST_AFTER_S = 1.0
+UNCHANGED_FOR = 4
+"""Intervals in which a rank that waits posts again, however busy its machine is."""
 
 
 class Wait(NamedTuple):
@@ -53,9 +56,10 @@ class StallWatch:
 
     def explain(self, wait: Wait) -> str | None:
         """Who had not arrived, for a wait that ends with an error; None if it was too short for others to post."""
-        # What this rank has posted stays: to ranks that go on waiting it is not the missing one.
         self._stop.set()
-        return None if time.monotonic() - wait.since_s < 3 * self._interval_s else self._who_is_missing(wait)
+        if time.monotonic() - wait.since_s < 3 * self._interval_s:
+            return None
+        return self._who_is_missing(wait, leaving=True)
 
     def _watch(self) -> None:
         warned: set[tuple[float, str]] = set()
@@ -70,46 +74,74 @@ class StallWatch:
                     who = self._who_is_missing(wait)
                     log.warning("%s has waited for more than %g s; %s", wait.what, self._limit_s, who)
 
-    def _who_is_missing(self, wait: Wait) -> str:
-        everyones = self._board.read()
-        if everyones is None:
+    def _who_is_missing(self, wait: Wait, leaving: bool = False) -> str:
+        posts = self._board.read(leaving)
+        if posts is None:
             direct = "another rank" if wait.missing_rank is None else f"rank {wait.missing_rank}"
             return f"it waits for {direct}; the store, which knows about the others, does not answer"
-        missing = [rank for rank, what in enumerate(everyones) if not what and rank != self._board.rank]
+        others = {rank: post for rank, post in enumerate(posts) if rank != self._board.rank}
+        missing = [rank for rank, post in others.items() if not post.what]
+        if not missing:
+            for _ in range(UNCHANGED_FOR):
+                time.sleep(self._interval_s)
+                if not leaving:
+                    self._board.post(wait.what)
+            later = self._board.read() or posts
+            missing = [rank for rank, post in others.items() if later[rank] == post and not post.left]
         if missing:
             return f"not arrived: {listed(missing)} (slow, stopped or gone?)"
-        others = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyones) if rank != self._board.rank)
-        return f"all ranks have arrived and wait, so look at the network ({others})"
+        told = "; ".join(f"rank {rank}: {post.what}" for rank, post in others.items())
+        return f"all ranks have arrived and wait, so look at the network ({told})"
+
+
+class _Post(NamedTuple):
+    """What a rank has said last."""
+
+    number: int
+    what: str
+    """What it waits for, empty if it does not."""
+    left: bool
+    """It ends with an error and posts no more."""
 
 
 class _Board:
-    """What each rank waits for, empty where it does not, in the store of the process group."""
+    """What each rank waits for, in the store of the process group."""
 
     def __init__(self, number: int) -> None:
         self._store = own_store(f"stall{number}")
         self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._number = 0
         self._posted = ""
-        self._store.set(str(self.rank), self._posted)
+        self._store.set(f"{self.rank}/waits", "0 ")
+        self._store.set(f"{self.rank}/left", "")
 
     def post(self, what: str) -> None:
-        if what != self._posted:
+        if what or self._posted:
+            self._number += 1
             self._posted = what
             with suppress(dist.DistError):
-                self._store.set(str(self.rank), what)
+                self._store.set(f"{self.rank}/waits", f"{self._number} {what}")
 
-    def read(self) -> list[str] | None:
+    def read(self, leaving: bool = False) -> list[_Post] | None:
         """What all ranks have posted; None if the store does not answer: its host may be what everyone waits for."""
+        keys = [f"{rank}/{key}" for rank in range(self._num_ranks) for key in ("waits", "left")]
         found: list[list[bytes]] = []
 
         def ask() -> None:
             # A client whose server is stopped waits without end, so it waits in a thread of its own.
             with suppress(dist.DistError):
-                found.append(self._store.multi_get([str(rank) for rank in range(self._num_ranks)]))
+                if leaving:
+                    self._store.set(f"{self.rank}/left", "yes")
+                found.append(self._store.multi_get(keys))
 
         thread = threading.Thread(target=ask, name="fourmin-stall-board", daemon=True)
         thread.start()
         thread.join(2 * ANSWER_S)
-        return [text.decode() for text in found[0]] if found else None
+        if not found:
+            return None
+        texts = [text.decode() for text in found[0]]
+        parts = ((waits.partition(" "), left) for waits, left in zip(texts[::2], texts[1::2], strict=True))
+        return [_Post(int(number), what, bool(left)) for (number, _, what), left in parts]
 
 
 def listed(ranks: Iterable[int]) -> str:
