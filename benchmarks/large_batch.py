@@ -1,7 +1,7 @@
 """The large-batch table on CIFAR-10, ours beside the paper's, from the files of runs in benchmarks/large_batch/runs.
 
-Example: .venv/bin/python benchmarks/large_batch.py runs/large_batch/alexnet runs/large_batch/resnet  # takes over sweeps
-         .venv/bin/python benchmarks/large_batch.py                                                   # the table alone
+Example: .venv/bin/python benchmarks/large_batch.py runs/large_batch/alexnet runs/large_batch/resnet  # takes over runs
+         .venv/bin/python benchmarks/large_batch.py                                                   # only the table
 """
 
 import argparse
@@ -179,10 +179,12 @@ def report(rows: Mapping[str, Row]) -> str:
     claims = table(["claim", "model", "paper", "ours, points", "at this size"], [effect_line(e, rows) for e in EFFECTS])
     return (
         f"{how(rows)}\n\n{tables}\n\n"
-        "The paper's figures are of ImageNet at a batch of 64K, its baseline at 256: compare the order, not the values. Tags:\n"
-        "[abs] and [seed] the paper, [team] the authors' article, [fig] read off a figure, [unc] quoted but unconfirmed.\n\n"
-        "What the paper says each change does, against ours. An effect shows if the means differ by more than the spread:\n"
-        "the standard deviation of the difference of two runs. Rows with one seed borrow the median deviation of the others.\n\n"
+        "The paper's figures are of ImageNet at a batch of 64K, its baseline at 256: compare the order, not the values.\n"
+        "Tags: [abs] and [seed] the paper, [team] the authors' article, [fig] read off a figure, [unc] quoted but\n"
+        "unconfirmed.\n\n"
+        "What the paper says each change does, against ours. An effect shows if the means differ by more than the\n"
+        "spread: the standard deviation of the difference of two runs. Rows with one seed borrow the median deviation\n"
+        "of the others.\n\n"
         f"{claims}\n\n"
         "Goals:\n\n" + "\n".join(goals(rows))
     )
@@ -197,7 +199,12 @@ def main() -> None:
     unknown = rows.keys() - ROWS.keys()
     if unknown:
         parser.error(f"{RUNS} has runs of {', '.join(sorted(unknown))}, which are no rows of the table")
-    write("large_batch", "python benchmarks/large_batch.py", {name: asdict(row) for name, row in rows.items()}, report(rows))
+    write(
+        "large_batch",
+        "python benchmarks/large_batch.py",
+        {name: asdict(row) for name, row in rows.items()},
+        report(rows),
+    )
     if rows:
         labels = {name: title for name, (title, _) in ROWS.items() if name in rows}
         (FOLDER / "large_batch.svg").write_text(picture(rows, labels, MODELS))

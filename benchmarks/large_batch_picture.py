@@ -30,5 +30,7 @@ def picture(rows: Mapping[str, Row], labels: Mapping[str, str], models: Mapping[
             axes.axvline(rows[names[0]].mean, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
             axes.set_yticks(range(len(names)), [f"{labels[name]} ({rows[name].batch:,})" for name in names])
             axes.set_ylim(len(names) - 0.5, -0.5)
-            axes.set_title(f"{models[model]}: top-1 on CIFAR-10, %; dots: seeds, bars: means, dotted: {labels[names[0]]}")
+            axes.set_title(
+                f"{models[model]}: top-1 on CIFAR-10, %; dots: seeds, bars: means, dotted: {labels[names[0]]}"
+            )
         return to_svg(figure, "large-batch", "Top-1 of each row", style + "svg { background: var(--paper); }")

@@ -1,7 +1,9 @@
 """The large-batch table of the benchmarks: rows differ in what they say, runs become small files, files a table."""
 
 import sys
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name in config for key, value in flat(config[name], f"{prefix}.{name}".strip(".")).items()}
 
 
+@cache
 def config_of(row: str) -> dict[str, Any]:
     config = OmegaConf.to_container(
         composed(f"hydra.searchpath=[file://{CONF}]", f"experiment={row}", "run_dir=x"), resolve=True
@@ -81,7 +84,7 @@ def sweep(folder: Path, top1: dict[str, list[float]]) -> Path:
     jobs = [(name, seed, one) for name, values in top1.items() for seed, one in enumerate(values, start=1)]
     for number, (name, seed, one) in enumerate(jobs):
         write_run(folder / str(number), replace(RUN, name=name, summary=replace(RUN.summary, top1=one / 100)))
-        config = config_of(name) | {"seed": seed}
+        config = deepcopy(config_of(name)) | {"seed": seed}
         config["data"] |= {"path": "/somewhere/shards/cifar10"}
         (folder / str(number) / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     write_run(folder / str(len(jobs)), replace(RUN, name="alexnet_lars", status="interrupted"))
@@ -120,10 +123,15 @@ def test_table_from_the_files_of_runs(tmp_path: Path) -> None:
     assert (lost.difference, lost.spread) == (pytest.approx(-10), pytest.approx(2**0.5))
     text = report(rows)
     assert f"| large batch, SGD, linear scaling | 2,500 | 176 | {10 * base:g} | 71.00 +- 1.00 | 3 | -10.0 |" in text
-    assert "| a large batch costs SGD accuracy | alexnet_bn_small | seen on ResNet-50 | -10.0 (spread 1.4) | shows |" in text
+    assert (
+        "| a large batch costs SGD accuracy | alexnet_bn_small | seen on ResNet-50 | -10.0 (spread 1.4) | shows |"
+        in text
+    )
     # One seed borrows the median deviation of the others, 1.0.
     assert "| -0.5 (spread 1.4) | DOES NOT SHOW: within the spread |" in text
-    assert "-2.00 points from the best small-batch row (small batch, SGD); MISSES the goal of at most 1.41 below" in text
+    assert (
+        "-2.00 points from the best small-batch row (small batch, SGD); MISSES the goal of at most 1.41 below" in text
+    )
     assert "FP16 is -2.00 points from FP32; MISSES" in text
     assert "- resnet_small: not run." in text
     labels = {name: ROWS[name][0] for name in rows}
