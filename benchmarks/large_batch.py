@@ -179,7 +179,7 @@ def report(rows: Mapping[str, Row]) -> str:
     claims = table(["claim", "model", "paper", "ours, points", "at this size"], [effect_line(e, rows) for e in EFFECTS])
     return (
         f"{how(rows)}\n\n{tables}\n\n"
-        "The paper's figures are of ImageNet at a batch of 64K, its baseline at 256: compare the order, not the values.\n"
+        "The paper's figures are of ImageNet at a batch of 64K, its baseline at 256: compare order, not values.\n"
         "Tags: [abs] and [seed] the paper, [team] the authors' article, [fig] read off a figure, [unc] quoted but\n"
         "unconfirmed.\n\n"
         "What the paper says each change does, against ours. An effect shows if the means differ by more than the\n"
