@@ -162,12 +162,16 @@ def how(rows: Mapping[str, Row]) -> str:
         return "No run is kept yet: see benchmarks/large_batch/README.md."
     any_row = next(iter(rows.values()))
     hours = sum(row.seconds for row in rows.values()) / 3600
-    epochs = sorted({row.epochs for row in rows.values()})
+    epochs, sides = ({getattr(row, name) for row in rows.values()} for name in ("epochs", "image_size"))
     return (
-        f"CIFAR-10 at {'/'.join(map(str, epochs))} epochs, 2 ranks on {any_row.hardware.cores} cores "
+        f"CIFAR-10 at {_listed(sides)} pixels, {_listed(epochs)} epochs, 2 ranks on {any_row.hardware.cores} cores "
         f"({any_row.hardware.cpu}), {hours:.1f} hours of training in all. Top-1 is that of the last epoch, in percent, "
         "mean +- standard deviation of the seeds."
     )
+
+
+def _listed(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
 
 
 def report(rows: Mapping[str, Row]) -> str:

@@ -60,6 +60,8 @@ class Row:
     batch: int
     steps: int
     epochs: int
+    image_size: int
+    """In pixels."""
     rate: float
     """The peak, after linear scaling."""
     skipped: tuple[int, ...]
@@ -100,6 +102,7 @@ def _read_row(folder: Path) -> Row:
         batch=int(config.global_batch),
         steps=int(_known(first.steps)),
         epochs=int(_known(first.epochs)),
+        image_size=int(config.data.image_size),
         rate=float(config.optim.lr) * config.global_batch / base_batch,
         skipped=tuple(one.skipped_steps or 0 for one in summaries),
         images_per_s=statistics.median(_known(one.images_per_s) for one in summaries),
