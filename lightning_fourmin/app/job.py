@@ -36,7 +36,7 @@ def train(config: dict[str, Any]) -> None:
         callbacks.pop("trust_ratios", None)
     if external_rank() is None and "preemption" not in callbacks:
         # Lightning's handler waits for the other ranks, which may never come.
-        callbacks["sigterm"] = LambdaCallback(setup=lambda trainer, *_: set_sigterm_handler(trainer, _end))
+        callbacks["sigterm"] = LambdaCallback(setup=lambda trainer, *_, stage: set_sigterm_handler(trainer, _end))
     make_trainer = instantiate(config["trainer"], _partial_=True, _convert_="all")
     trainer: Trainer = make_trainer(
         strategy=instantiate(config["strategy"], _convert_="all"),
