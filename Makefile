@@ -1,11 +1,16 @@
 PYTHON ?= python3.11
+PACKAGES ?= newest
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 INSTALL := $(BIN)/pip install --disable-pip-version-check -c constraints.txt -e
 
+# A pipe fails with its first part.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
 .DEFAULT_GOAL := help
-.PHONY: help train test soak check docs clean
+.PHONY: help train test soak versions check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -17,7 +22,11 @@ test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) ## run what takes long: hundreds of faults and races, thousands of steps
-	$(BIN)/python -m pytest --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py
+	$(BIN)/python -m pytest --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py | tee soak.log
+	$(BIN)/python benchmarks/faults.py soak.log
+
+versions: $(STAMP) ## run the main tests in a fresh environment: make versions PYTHON=python3.12 PACKAGES=oldest
+	$(BIN)/python tests/versions.py $(PYTHON) $(PACKAGES)
 
 check: $(STAMP) ## lint, format check and types
 	$(BIN)/ruff check .
@@ -28,7 +37,7 @@ docs: $(DOCS_STAMP) ## build the documentation into site/, links checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove the virtual environment, caches and builds
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site soak.log
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

@@ -16,7 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 SUBNET = "10.213.7"
 BURST_KB = 64

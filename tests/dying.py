@@ -18,6 +18,8 @@ from training import rank_trainer
 
 NUM_STEPS = 1000
 """More than are done before the kill."""
+KILLED = "killed"
+"""A file whose time is that of the kill."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,18 @@ class Death:
 
 
 class Mortal(Net):
-    def __init__(self, death: Death) -> None:
+    def __init__(self, death: Death, folder: Path) -> None:
         super().__init__()
-        self._death = death
+        self._death, self._folder = death, folder
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == self._death.rank and batch_idx == self._death.step:
-            threading.Timer(self._death.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(self._death.delay_s, self._die).start()
         return super().training_step(batch, batch_idx)
+
+    def _die(self) -> None:
+        (self._folder / KILLED).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fit_until_a_rank_dies(seed: int, folder: Path) -> None:
@@ -52,7 +58,7 @@ def fit_until_a_rank_dies(seed: int, folder: Path) -> None:
     torch.manual_seed(1)
     strategy = FourMinStrategy(algorithm=death.algorithm, fusion_mb=0.1)
     try:
-        rank_trainer(strategy, max_epochs=1).fit(Mortal(death), images(NUM_STEPS))
+        rank_trainer(strategy, max_epochs=1).fit(Mortal(death, folder), images(NUM_STEPS))
     except Exception as error:
         (folder / f"rank{current_case().rank}.txt").write_text(f"{type(error).__name__}: {error}")
         os._exit(1)

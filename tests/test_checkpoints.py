@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
+from torch import nn
 
 from counting import Counting, numbers_module
 from half_training import trainer
@@ -201,25 +202,39 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class WithLars(Counting):
-    """Asks one rank to end in a step, as a scheduler would, if told so."""
-
-    def __init__(self, asked_at: int | None = None) -> None:
-        super().__init__()
-        self._asked_at = asked_at
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.trainer.global_step == self._asked_at and self.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().training_step(batch, batch_idx)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return LARS(self.parameters(), lr=0.1)
 
 
-def train(path: str, callbacks: list[Callback], resume: Path | None = None, asked_at: int | None = None) -> Any:
+class AsksOneRank(Callback):
+    """To end, as a scheduler would: in a step, or before the first."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 1 and self._step is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class AtEveryStep(PreemptionCheckpoint):
+    interval_s = 0.0
+
+
+class AtTheEndOfEpochs(PreemptionCheckpoint):
+    """The next question would come after more steps than the run has."""
+
+    interval_s = 1000.0
+
+
+def train(path: str, callbacks: list[Callback], resume: Path | None = None) -> Any:
     """Weights after two epochs and what this rank saw; the exit code if it was asked to end."""
     torch.manual_seed(1)
-    module = WithLars(asked_at)
+    module = WithLars()
     run = rank_trainer(
         FourMinStrategy(),
         max_epochs=2,
@@ -244,7 +259,7 @@ def numbers(answers: list[Any]) -> list[tuple[int, int]]:
 
 def test_sigterm_at_one_rank_saves_and_ends_all(ranks: RankPool, path: str, tmp_path: Path) -> None:
     undisturbed = ranks.run(train, path, [], world=2)
-    first = ranks.run(train, path, [PreemptionCheckpoint(tmp_path)], asked_at=1, world=2)
+    first = ranks.run(train, path, [AsksOneRank(1), AtEveryStep(tmp_path)], world=2)
     assert [code for code, _ in first] == [143, 143]
     saved = tmp_path / "last.ckpt"
     state = AtomicCheckpointIO().load_checkpoint(saved)
@@ -253,6 +268,24 @@ def test_sigterm_at_one_rank_saves_and_ends_all(ranks: RankPool, path: str, tmp_
     for (weights, _), (expected, _) in zip(second, undisturbed, strict=True):
         assert torch.equal(weights, expected)
     assert numbers([*first, *second]) == numbers(undisturbed)
+
+
+@pytest.mark.parametrize(("asked_at", "num_steps"), [(2, 5), (7, 8)])
+def test_sigterm_before_the_end_of_an_epoch_or_of_the_run(
+    ranks: RankPool, path: str, tmp_path: Path, asked_at: int, num_steps: int
+) -> None:
+    """After the epoch one more step is done; after the last there is none."""
+    answers = ranks.run(train, path, [AsksOneRank(asked_at), AtTheEndOfEpochs(tmp_path)], world=2)
+    assert [code for code, _ in answers] == [143, 143]
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == num_steps
+    resumed = ranks.run(train, path, [], resume=tmp_path / "last.ckpt", world=2)
+    assert numbers([*answers, *resumed]) == numbers(ranks.run(train, path, [], world=2))
+
+
+def test_sigterm_before_the_first_step(ranks: RankPool, path: str, tmp_path: Path) -> None:
+    answers = ranks.run(train, path, [AsksOneRank(None), PreemptionCheckpoint(tmp_path)], world=2)
+    assert answers == [(143, [])] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_n_minutes_in_the_middle_of_an_epoch(ranks: RankPool, path: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dying import Death, fit_until_a_rank_dies
+from dying import KILLED, Death, fit_until_a_rank_dies
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm.roll_call import RollCall
 from parity import Net, images
@@ -29,17 +29,20 @@ def test_survivors_name_the_rank_that_was_killed(
     check_survivors(ranks, tmp_path, nodes, seed)
 
 
-def check_survivors(ranks: RankPool, folder: Path, nodes: tuple[int, ...], seed: int) -> None:
+def check_survivors(ranks: RankPool, folder: Path, nodes: tuple[int, ...], seed: int) -> float:
+    """Seconds from the kill until the last of them knew."""
     world, before = sum(nodes), shared_memory()
     victim = Death.draw(seed, world).rank
     with pytest.raises(RankFailure) as caught:
         ranks.run(fit_until_a_rank_dies, seed, folder, nodes=nodes, timeout=60)
     ended = dict(re.findall(r"^rank (\d) died with exit code (-?\d+)", str(caught.value), re.MULTILINE))
     assert ended == {str(rank): "-9" if rank == victim else "1" for rank in range(world)}, caught.value
-    for rank in set(range(world)) - {victim}:
-        error = (folder / f"rank{rank}.txt").read_text()
+    survivors = [folder / f"rank{rank}.txt" for rank in range(world) if rank != victim]
+    for path in survivors:
+        error = path.read_text()
         assert re.match(rf"\w+: rank {victim} is gone: killed, stopped, or on a machine that does not answer", error)
     assert shared_memory() <= before
+    return max(path.stat().st_mtime for path in survivors) - (folder / KILLED).stat().st_mtime
 
 
 class Faulty(Net):

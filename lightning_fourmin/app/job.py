@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_fourmin.app.quiet import hush
 from lightning_fourmin.app.recorder import RunRecorder
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
+from lightning_fourmin.callbacks.preemption import set_sigterm_handler
 from lightning_fourmin.lars import LARS
 
 
@@ -32,10 +34,9 @@ def train(config: dict[str, Any]) -> None:
     callbacks = _parts(config["callbacks"])
     if optimizer.func is not LARS:
         callbacks.pop("trust_ratios", None)
-    if external_rank() is None:
-        # Lightning's handler waits for the other ranks, which may never come: until PreemptionCheckpoint takes over,
-        # SIGTERM ends a rank.
-        callbacks["sigterm"] = LambdaCallback(on_fit_start=lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    if external_rank() is None and "preemption" not in callbacks:
+        # Lightning's handler waits for the other ranks, which may never come.
+        callbacks["sigterm"] = LambdaCallback(setup=lambda trainer, *_, stage: set_sigterm_handler(trainer, _end))
     make_trainer = instantiate(config["trainer"], _partial_=True, _convert_="all")
     trainer: Trainer = make_trainer(
         strategy=instantiate(config["strategy"], _convert_="all"),
@@ -59,6 +60,11 @@ def train(config: dict[str, Any]) -> None:
             # Lightning's own, where PreemptionCheckpoint is switched off, has no exit code.
             end.code = PREEMPTED
         raise
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def _parts(group: dict[str, Any] | None) -> dict[str, Any]:

@@ -31,13 +31,14 @@ def first_whole(checkpoints: list[Path]) -> Path:
             check_checkpoint(path)
             return path
         except CheckpointError as error:
-            _say(f"{error}; the one before it is tried")
+            say(f"{error}; the one before it is tried")
     check_checkpoint(checkpoints[-1])
     return checkpoints[-1]
 
 
 @rank_zero_only
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """On rank 0, beside what the training prints."""
     print(f"fourmin train: {text}", file=sys.stderr, flush=True)
 
 

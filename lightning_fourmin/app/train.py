@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -18,6 +18,7 @@ from lightning_fourmin.app.closing import closing_lines
 from lightning_fourmin.app.job import external_rank, train
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
 from lightning_fourmin.app.machine import hardware, versions
+from lightning_fourmin.app.restart import overrides_of_restart, remember_run
 from lightning_fourmin.app.resume import run_of, saved
 from lightning_fourmin.app.settle import num_local_ranks, settled
 from lightning_fourmin.app.verb import give_up, run_hydra
@@ -37,6 +38,7 @@ def main() -> None:
     if external_rank():
         # The run's folder is rank 0's.
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    sys.argv += overrides_of_restart()
     try:
         run_hydra("train", _job)
     except KeyboardInterrupt:
@@ -83,7 +85,7 @@ def _done_before(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -
 def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord:
     """Trains and gives the record of how that ended, which is in the folder with everything else."""
     start_s = time.monotonic()
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+    started = datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
     command = shlex.join(["fourmin", "train", *sys.argv[1:]])
     RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
     status: Status = "done"
@@ -92,6 +94,7 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
         make_room(folder, run_of(plain["resume"]))
+        remember_run(folder)
         if external_rank() is None:
             run_ranks(train, plain, num_local_ranks(plain["trainer"]))
         else:

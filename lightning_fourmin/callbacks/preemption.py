@@ -1,11 +1,13 @@
 """A checkpoint in the middle of an epoch when the run is asked to end: by a scheduler, or a machine that goes down."""
 
 import signal
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -14,48 +16,93 @@ from typing_extensions import override
 
 FILE_NAME = "last.ckpt"
 EXIT_CODE = 128 + signal.SIGTERM
+MAX_STEPS = 50
+"""Between two questions, however fast steps have been: those to come may be slower."""
 
 
 class PreemptionCheckpoint(Callback):
-    """Saves and ends all ranks after the step in which any of them gets SIGTERM; the exit code is 143.
+    """Saves and ends all ranks soon after any of them gets SIGTERM; the exit code is 143.
 
-    The file is `last.ckpt`, which `ckpt_path="last"` goes on from. Lightning's own handler broadcasts from wherever the
-    signal finds a rank, which blocks if the others are elsewhere; this callback takes its place while training runs. A
-    validation that is under way is finished first.
+    The file is `last.ckpt`, which `ckpt_path="last"` goes on from. Ranks ask each other about once a second, after a
+    step on which they have agreed, and after the last step of an epoch: then they save, finish the epoch with its
+    validation, and end. Validation inside an epoch is finished before they ask. Asked before the first step, they end
+    without a file. Lightning's own handler broadcasts from wherever the signal finds a rank, which blocks if the others
+    are elsewhere; this callback takes its place.
 
     Args:
         dirpath: where to save; None: beside the files of the Trainer's ModelCheckpoint, else its `default_root_dir`.
     """
 
+    interval_s = 1.0
+
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self._dirpath = dirpath
         self._asked = False
-        self._step = 0
+        self._step = self._next_step = 0
+        self._time_s = 0.0
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._asked, self._step = False, trainer.global_step
-        if threading.current_thread() is threading.main_thread():
-            # Lightning puts back what was there before when the run ends.
-            signal.signal(signal.SIGTERM, self._ask)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._asked = False
+        set_sigterm_handler(trainer, self._ask if stage == "fit" else None)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step, self._time_s = trainer.global_step, time.monotonic()
+        self._agree(trainer)
+        # No step has been timed yet.
+        self._next_step = self._step + 1
+        if self._asked:
+            rank_zero_info("asked to end by SIGTERM before the first step: nothing is saved")
+            raise SIGTERMException(EXIT_CODE)
+
+    @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         # Between two steps: gradients that accumulate are in no checkpoint.
-        if trainer.global_step == self._step:
+        if trainer.global_step < self._next_step and not trainer.is_last_batch:
             return
-        self._step = trainer.global_step
-        if not trainer.strategy.reduce_boolean_decision(self._asked, all=False):
-            return
-        path = self._folder(trainer) / FILE_NAME
-        trainer.save_checkpoint(path)
-        rank_zero_info(f"asked to end by SIGTERM: saved {path} after step {self._step}")
-        raise SIGTERMException(EXIT_CODE)
+        self._agree(trainer)
+        if self._asked:
+            self._save(trainer)
+            if not trainer.is_last_batch:
+                raise SIGTERMException(EXIT_CODE)
 
-    def _folder(self, trainer: Trainer) -> Path:
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._agree(trainer)
+        if self._asked:
+            self._save(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._asked:
+            raise SIGTERMException(EXIT_CODE)
+
+    def _agree(self, trainer: Trainer) -> None:
+        """On whether any rank was asked, and on the step of the next question: clocks of ranks differ."""
+        step, time_s = trainer.global_step, time.monotonic()
+        step_s = (time_s - self._time_s) / max(1, step - self._step)
+        mine = torch.tensor([self._asked, step_s], dtype=torch.float32, device=trainer.strategy.root_device)
+        asked, step_s = trainer.strategy.reduce(mine, reduce_op="max").tolist()
+        self._asked, self._step, self._time_s = bool(asked), step, time_s
+        num_steps = 1 if asked else int(self.interval_s / max(step_s, 1e-6))
+        self._next_step = step + max(1, min(MAX_STEPS, num_steps))
+
+    def _save(self, trainer: Trainer) -> None:
         saver = trainer.checkpoint_callback
         beside = saver.dirpath if isinstance(saver, ModelCheckpoint) else None
-        return Path(self._dirpath or beside or trainer.default_root_dir)
+        path = Path(self._dirpath or beside or trainer.default_root_dir) / FILE_NAME
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"asked to end by SIGTERM: saved {path} after step {self._step}")
+
+
+def set_sigterm_handler(trainer: Trainer, handler: Callable[[int, FrameType | None], None] | None) -> None:
+    """What Lightning registers for SIGTERM before it runs, and takes back at the end, instead of its own."""
+    connector = trainer._signal_connector
+    if handler is None:
+        vars(connector).pop("_sigterm_notifier_fn", None)
+    else:
+        connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]

@@ -37,6 +37,7 @@ from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace, now_ns
 from lightning_fourmin.comm.under_way import BucketUnderWay, Piece
+from lightning_fourmin.notes import add_note
 
 WHOLE_BYTES = 32 * 1024
 """A stretch of up to this size crosses between nodes in one exchange instead of two."""
@@ -219,9 +220,9 @@ class Engine:
 
     def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
         wait = self._wait_of(since_s, piece)
-        error.add_note(f"in {wait.what}")
+        add_note(error, f"in {wait.what}")
         if self._stall_watch is not None and (who := self._stall_watch.explain(wait)) is not None:
-            error.add_note(who)
+            add_note(error, who)
 
     def _waits(self) -> list[Wait]:
         return [self._wait_of(*busy) for busy in list(self._busy.values())]

@@ -13,6 +13,7 @@ from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.order import Line, Stretches
 from lightning_fourmin.data.reader import stream_lane
 from lightning_fourmin.data.sample import Sample, ShardError
+from lightning_fourmin.notes import add_note
 
 Transform = Callable[[Sample, np.random.Generator], Any]
 """Makes of a sample what is collated to batches. The generator is seeded by (seed, epoch, sample)."""
@@ -112,5 +113,5 @@ class ShardDataset(Dataset[Delivery | ShardError]):
             where = f"in the transform of sample {sample.key} of {sample.shard}"
             if self._on_error != "raise":
                 raise ShardError(f"{where}: {type(error).__name__}: {error}") from error
-            error.add_note(where)
+            add_note(error, where)
             raise

@@ -78,6 +78,10 @@ class Digits(LightningModule):
         return LARS(self.parameters(), lr=1.0, weight_decay=1e-4)
 
 
+class AtEveryStep(PreemptionCheckpoint):
+    interval_s = 0.0
+
+
 def main(layout: str, folder: str, *arguments: str) -> None:
     devices, _, num_nodes = layout.partition("x")
     options = dict(argument.split("=") for argument in arguments if "=" in argument)
@@ -94,7 +98,7 @@ def main(layout: str, folder: str, *arguments: str) -> None:
         logger=False,
         callbacks=[
             ModelCheckpoint(Path(folder) / "checkpoints", every_n_train_steps=3, save_last=True),
-            PreemptionCheckpoint(),
+            AtEveryStep(),
         ],
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from figures import figure
 from pool import RankPool
 from teardown import STAGES_OF, WAYS, Teardown, tear_down_each
 from test_engine import MEMORIES, check, reduce_many
@@ -16,6 +17,7 @@ def test_random_delays(ranks: RankPool, seed: int) -> None:
     nodes, memory = LAYOUTS[seed % len(LAYOUTS)], MEMORIES[seed % len(MEMORIES)]
     answers = ranks.run(reduce_many, None, memory, largest_sleep_s=0.005, num_rounds=2, seed=seed, nodes=nodes)
     check(answers, f"seed {seed}", largest_error=6)
+    figure("All-reduces with random delays in all stages", 1, "cases")
 
 
 @pytest.mark.parametrize("shared_bytes", [0, 1 << 20])
@@ -26,3 +28,4 @@ def test_torn_down_in_every_stage(ranks: RankPool, nodes: tuple[int, ...], after
     for algorithm, way in product(algorithms, WAYS):
         teardowns = [Teardown(algorithm, stage, way, after) for stage in STAGES_OF[algorithm]]
         assert ranks.run(tear_down_each, teardowns, shared_bytes, nodes=nodes, timeout=240) == [[]] * sum(nodes)
+        figure("Engines torn down in a stage", len(teardowns), "cases")
