@@ -211,15 +211,6 @@ def test_it_can_be_pickled_after_a_run(path: str) -> None:
     assert len(list(again.train_dataloader())) == NUM_BATCHES
 
 
-def test_a_spawned_rank_reads_the_same(path: str, tmp_path: Path) -> None:
-    arguments = [str(TESTS / "scripts" / "count.py"), path, str(tmp_path / "last.ckpt"), "fourmin_spawn"]
-    lines = run_until(arguments, None)
-    assert lines.pop() == "done\n"
-    data = numbers_module(path, 2, num_workers=2)
-    numbers = [" ".join(map(str, batch.tolist())) for batch in data.train_dataloader()]
-    assert lines[: len(numbers)] == [f"step {step} 0 {batch}\n" for step, batch in enumerate(numbers, 1)]
-
-
 class Images(LightningModule):
     """Keeps the first batch of each kind."""
 

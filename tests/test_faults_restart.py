@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed import HashStore
 from lightning_fourmin.app.restart import newest_of_job, remember
 from lightning_fourmin.checkpoints import AtomicCheckpointIO
 from lightning_fourmin.report.metrics import read_metrics, resumed_steps
-from test_launchers import TESTS, free_port, running
+from test_launchers import TESTS, running
 
 SCRIPT = str(TESTS / "scripts" / "survive.py")
 NUM_SAMPLES = 1437
@@ -100,23 +99,6 @@ def test_checkpoints_of_others_are_left_alone(tmp_path: Path) -> None:
     AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, last)
     remember(store, tmp_path)
     assert newest_of_job(store) == last
-
-
-def test_torchrun_goes_on_on_two_nodes_that_count_restarts_differently(undisturbed: str, tmp_path: Path) -> None:
-    options = "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id survive --max-restarts 2"
-    launcher = ["-m", "torch.distributed.run", *options.split(), "--local_addr", "127.0.0.1"]
-    endpoint = ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
-    with ExitStack() as stack:
-        runs = []
-        for node in range(2):
-            directory = tmp_path / f"node{node}"
-            directory.mkdir()
-            arguments = [*launcher, *endpoint, SCRIPT, "1x2", str(tmp_path), "1:7:SIGKILL:10"]
-            runs.append(stack.enter_context(running(arguments, directory)))
-        for run in runs:
-            assert run.process.wait(240) == 0, "\n".join(run.output for run in runs)
-            assert run.left() == []
-        assert re.findall(r"checksum (\w+)", "".join(run.output for run in runs)) == [undisturbed]
 
 
 def test_sigterm_to_all_processes_saves_before_they_end(undisturbed: str, tmp_path: Path) -> None:

@@ -114,13 +114,6 @@ def test_launchers_train_the_same(plain_ddp: str, tmp_path: Path, launcher: str)
     assert checksum([*arguments, "2", "2"], tmp_path, world=2) == plain_ddp
 
 
-def test_spawn_returns_fp32_masters(tmp_path: Path) -> None:
-    script, spawn = (
-        checksum([SCRIPT, name, "2", "2", "16-true"], tmp_path, world=2) for name in ("fourmin", "fourmin_spawn")
-    )
-    assert script == spawn
-
-
 def test_one_rank(plain_ddp: str, tmp_path: Path) -> None:
     assert checksum([SCRIPT, "fourmin", "1", "2"], tmp_path, world=1) != plain_ddp
 

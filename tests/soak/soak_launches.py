@@ -1,0 +1,47 @@
+"""Launches that take long: spawned ranks import everything anew, nodes that meet again wait for each other."""
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import test_faults_restart as restart
+from counting import numbers_module
+from shards import write_numbers
+from test_datamodule import TESTS, run_until
+from test_launchers import SCRIPT, checksum, free_port, running
+
+
+def test_torchrun_goes_on_on_two_nodes_that_count_restarts_differently(tmp_path: Path) -> None:
+    undisturbed = restart.checksum([restart.SCRIPT, "2", str(tmp_path)], tmp_path)
+    options = "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id survive --max-restarts 2"
+    launcher = ["-m", "torch.distributed.run", *options.split(), "--local_addr", "127.0.0.1"]
+    endpoint = ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    with ExitStack() as stack:
+        runs = []
+        for node in range(2):
+            directory = tmp_path / f"node{node}"
+            directory.mkdir()
+            arguments = [*launcher, *endpoint, restart.SCRIPT, "1x2", str(tmp_path), "1:7:SIGKILL:10"]
+            runs.append(stack.enter_context(running(arguments, directory)))
+        for run in runs:
+            assert run.process.wait(240) == 0, "\n".join(run.output for run in runs)
+            assert run.left() == []
+        assert re.findall(r"checksum (\w+)", "".join(run.output for run in runs)) == [undisturbed]
+
+
+def test_spawn_returns_fp32_masters(tmp_path: Path) -> None:
+    script, spawn = (
+        checksum([SCRIPT, name, "2", "2", "16-true"], tmp_path, world=2) for name in ("fourmin", "fourmin_spawn")
+    )
+    assert script == spawn
+
+
+def test_a_spawned_rank_reads_the_same(tmp_path: Path) -> None:
+    path = str(tmp_path / "numbers")
+    write_numbers(tmp_path / "numbers", [9, 2, 12])
+    arguments = [str(TESTS / "scripts" / "count.py"), path, str(tmp_path / "last.ckpt"), "fourmin_spawn"]
+    lines = run_until(arguments, None)
+    assert lines.pop() == "done\n"
+    data = numbers_module(path, 2, num_workers=2)
+    numbers = [" ".join(map(str, batch.tolist())) for batch in data.train_dataloader()]
+    assert lines[: len(numbers)] == [f"step {step} 0 {batch}\n" for step, batch in enumerate(numbers, 1)]
