@@ -1,6 +1,8 @@
 PYTHON ?= python3.11
 PACKAGES ?= newest
 BIN := .venv/bin
+# Several processes share the cores: with more threads each they would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 INSTALL := $(BIN)/pip install --disable-pip-version-check -c constraints.txt -e
@@ -19,10 +21,10 @@ train: $(STAMP) ## train a small net on digits with 2 ranks; a report at the end
 	$(BIN)/fourmin train
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) ## run what takes long: hundreds of faults and races, thousands of steps
-	$(BIN)/python -m pytest --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py | tee soak.log
+	$(PYTEST) --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py | tee soak.log
 	$(BIN)/python benchmarks/faults.py soak.log
 
 versions: $(STAMP) ## run the main tests in a fresh environment: make versions PYTHON=python3.12 PACKAGES=oldest

@@ -37,8 +37,8 @@ def test_spawn_returns_fp32_masters(tmp_path: Path) -> None:
 
 
 def test_a_spawned_rank_reads_the_same(tmp_path: Path) -> None:
-    path = str(tmp_path / "numbers")
-    write_numbers(tmp_path / "numbers", [9, 2, 12])
+    path = str(tmp_path)
+    write_numbers(tmp_path, [9, 2, 12])
     arguments = [str(TESTS / "scripts" / "count.py"), path, str(tmp_path / "last.ckpt"), "fourmin_spawn"]
     lines = run_until(arguments, None)
     assert lines.pop() == "done\n"
