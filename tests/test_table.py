@@ -1,6 +1,8 @@
 """The table that decides: cost models, choices between rows, the CSV file and what is refused."""
 
+import math
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
-from lightning_fourmin.comm.table import SIZES, AllReduceTable, Row, cached_table_path, default_fusion_mb
+from lightning_fourmin.comm.table import (
+    SIZES,
+    SWITCH_GAIN,
+    AllReduceTable,
+    Row,
+    cached_table_path,
+    default_fusion_mb,
+)
 from lightning_fourmin.comm.topology import Topology
 
 TWO_NODES = Topology.build([0, 0, 1, 1])
@@ -19,7 +28,7 @@ LINKS = Links(inside=Link(A1, B1), inside_backend=Link(A0, B0), between=Link(A2,
 WITHOUT_SUMS = replace(LINKS, reduce_s_per_byte=0.0)
 
 HEAD = "# topology_key: nodes2x2_groups2x2\n# backend: gloo\n# source: measured by hand\n"
-COLUMNS = "bytes,ring_ms,hierarchical_ms,best\n"
+COLUMNS = "bytes,ring_ms,hierarchical_ms,choice\n"
 
 
 def table(*rows: tuple[int, dict[str, float]], topology: Topology = TWO_NODES) -> AllReduceTable:
@@ -193,6 +202,45 @@ def test_choice_is_the_fastest_of_the_algorithms_that_win_somewhere(
     assert expected[made.choose(num_bytes)] == min(expected[name] for name in made.algorithms)
 
 
+@pytest.mark.parametrize(
+    ("ring", "hierarchical", "choices"),
+    [
+        # Chance: each is a little faster here and there; in sum hierarchical is.
+        ([1.0, 1.0, 1.05, 1.0], [1.03, 0.98, 1.0, 0.98], ["hierarchical"] * 4),
+        # Once, but clearly.
+        ([1.0, 1.0, 1.0, 1.0], [1.2, 0.8, 1.2, 1.2], ["ring", "hierarchical", "ring", "ring"]),
+        # A little, but at several sizes in a row.
+        ([1.0, 1.0, 1.0, 2.0, 2.0], [1.05, 1.05, 1.05, 1.9, 1.0], ["ring"] * 3 + ["hierarchical"] * 2),
+    ],
+)
+def test_measured_tables_switch_only_where_it_pays(
+    ring: list[float], hierarchical: list[float], choices: list[str]
+) -> None:
+    rows = []
+    for i, (one, other) in enumerate(zip(ring, hierarchical, strict=True)):
+        times = {"ring": one, "hierarchical": other}
+        rows.append(Row(256 * 4**i, times, {name: (ms, ms) for name, ms in times.items()}))
+    made = AllReduceTable(TWO_NODES.key, "gloo", "measured", tuple(rows))
+    assert [made.choose(row.num_bytes) for row in rows] == choices
+    assert made.choose(rows[-1].num_bytes * 100) == choices[-1]
+    assert set(made.algorithms) == set(choices)
+
+
+@given(st.lists(st.tuples(*[st.floats(0.5, 2.0)] * 3), min_size=1, max_size=5))
+def test_choices_of_measured_tables_against_all_others(times: list[tuple[float, ...]]) -> None:
+    names = ("ring", "hierarchical", "torus")
+    by_name = [dict(zip(names, ms, strict=True)) for ms in times]
+    rows = [Row(256 * 4**i, ms, {name: (ms[name], ms[name]) for name in names}) for i, ms in enumerate(by_name)]
+    made = AllReduceTable(TWO_NODES.key, "gloo", "measured", tuple(rows))
+
+    def cost(choices: tuple[str, ...]) -> float:
+        switches = sum(before != after for before, after in pairwise(choices))
+        return SWITCH_GAIN * switches + sum(math.log(ms[name]) for ms, name in zip(by_name, choices, strict=True))
+
+    found = cost(tuple(made.choose(row.num_bytes) for row in rows))
+    assert found == pytest.approx(min(map(cost, product(names, repeat=len(rows)))))
+
+
 def test_switch_is_hierarchical_up_to_and_with_its_size() -> None:
     switched = crossing_table().with_switch(1000)
     assert [switched.choose(n) for n in (1, 1000, 1001, 1 << 30)] == ["hierarchical", "hierarchical", "ring", "ring"]
@@ -287,7 +335,7 @@ def test_csv_is_for_people_too(tmp_path: Path) -> None:
         "# backend: gloo",
         "# source: measured by hand",
         "# chunk_bytes: 1048576",
-        "bytes,ring_ms,hierarchical_ms,torus_ms,best",
+        "bytes,ring_ms,hierarchical_ms,torus_ms,choice",
         "1024,4,1,2,hierarchical",
     ]
 
@@ -299,9 +347,9 @@ BROKEN = {
     "no backend": (HEAD.replace("# backend: gloo\n", "") + COLUMNS + "256,1,2,ring\n", "backend"),
     "head only": (HEAD, "no rows"),
     "no rows": (HEAD + COLUMNS, "no rows"),
-    "no sizes": (HEAD + "ring_ms,best\n1,ring\n", "bytes"),
-    "no algorithms": (HEAD + "bytes,best\n256,ring\n", "algorithms are"),
-    "unknown algorithm": (HEAD + "bytes,butterfly_ms,best\n256,1,butterfly\n", "algorithms are .*butterfly"),
+    "no sizes": (HEAD + "ring_ms,choice\n1,ring\n", "bytes"),
+    "no algorithms": (HEAD + "bytes,choice\n256,ring\n", "algorithms are"),
+    "unknown algorithm": (HEAD + "bytes,butterfly_ms,choice\n256,1,butterfly\n", "algorithms are .*butterfly"),
     "falling sizes": (HEAD + COLUMNS + "1024,1,2,ring\n256,1,2,ring\n", "sizes"),
     "size twice": (HEAD + COLUMNS + "256,1,2,ring\n256,1,2,ring\n", "sizes"),
     "size in words": (HEAD + COLUMNS + "many,1,2,ring\n", "many"),

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_fourmin.app.quiet import hush
 from lightning_fourmin.app.recorder import RunRecorder
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
-from lightning_fourmin.callbacks.preemption import set_sigterm_handler
+from lightning_fourmin.callbacks.preemption import SIGTERM_HANDLER, set_handler
 from lightning_fourmin.lars import LARS
 
 
@@ -36,7 +36,9 @@ def train(config: dict[str, Any]) -> None:
         callbacks.pop("trust_ratios", None)
     if external_rank() is None and "preemption" not in callbacks:
         # Lightning's handler waits for the other ranks, which may never come.
-        callbacks["sigterm"] = LambdaCallback(setup=lambda trainer, *_, stage: set_sigterm_handler(trainer, _end))
+        callbacks["sigterm"] = LambdaCallback(
+            setup=lambda trainer, *_, stage: set_handler(trainer, SIGTERM_HANDLER, _end)
+        )
     make_trainer = instantiate(config["trainer"], _partial_=True, _convert_="all")
     trainer: Trainer = make_trainer(
         strategy=instantiate(config["strategy"], _convert_="all"),

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_fourmin.app.queued_again import folder_to_go_on_in
 from lightning_fourmin.app.resume import first_whole, newest_runs_first, saved
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.data.index import INDEX_NAME
@@ -31,7 +32,7 @@ def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
     config.run_dir = str(folder)
     plain = _resolved(config)
     plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
-    plain["resume"] = _checkpoint(plain["resume"], named)
+    plain["resume"] = _checkpoint(folder_to_go_on_in(named) or plain["resume"], named)
     _check_metric(plain["metric"])
     _check_data(plain["data"])
     return plain

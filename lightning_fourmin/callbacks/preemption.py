@@ -1,8 +1,11 @@
 """A checkpoint in the middle of an epoch when the run is asked to end: by a scheduler, or a machine that goes down."""
 
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,13 +14,23 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 FILE_NAME = "last.ckpt"
 EXIT_CODE = 128 + signal.SIGTERM
 MAX_STEPS = 50
 """Between two questions, however fast steps have been: those to come may be slower."""
+SIGTERM_HANDLER, REQUEUE_HANDLER = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
+"""Lightning's names of what it does at SIGTERM, and when SLURM warns that the time is up."""
+
+
+class _Asked(IntEnum):
+    """To do what, after saving."""
+
+    NOTHING = 0
+    END = 1
+    QUEUE_AGAIN = 2
 
 
 class PreemptionCheckpoint(Callback):
@@ -29,6 +42,10 @@ class PreemptionCheckpoint(Callback):
     without a file. Lightning's own handler broadcasts from wherever the signal finds a rank, which blocks if the others
     are elsewhere; this callback takes its place.
 
+    The same on SLURM when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where Lightning saves
+    from the midst of a step: then the job is queued again, too, and a second file lies where Lightning looks for it, so
+    that the job goes on with `ckpt_path="last"` and without.
+
     Args:
         dirpath: where to save; None: beside the files of the Trainer's ModelCheckpoint, else its `default_root_dir`.
     """
@@ -37,17 +54,21 @@ class PreemptionCheckpoint(Callback):
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self._dirpath = dirpath
-        self._asked = False
+        self._asked = _Asked.NOTHING
         self._step = self._next_step = 0
         self._time_s = 0.0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._asked = False
-        set_sigterm_handler(trainer, self._ask if stage == "fit" else None)
+        self._asked = _Asked.NOTHING
+        set_handler(trainer, SIGTERM_HANDLER, self._ask_to_end if stage == "fit" else None)
+        set_handler(trainer, REQUEUE_HANDLER, self._ask_to_queue_again if stage == "fit" else None)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+    def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
+        self._asked = max(self._asked, _Asked.END)
+
+    def _ask_to_queue_again(self, number: int, frame: FrameType | None) -> None:
+        self._asked = _Asked.QUEUE_AGAIN
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,7 +77,7 @@ class PreemptionCheckpoint(Callback):
         # No step has been timed yet.
         self._next_step = self._step + 1
         if self._asked:
-            rank_zero_info("asked to end by SIGTERM before the first step: nothing is saved")
+            rank_zero_info(f"{self._by_whom} before the first step: nothing is saved")
             raise SIGTERMException(EXIT_CODE)
 
     @override
@@ -81,28 +102,50 @@ class PreemptionCheckpoint(Callback):
         if self._asked:
             raise SIGTERMException(EXIT_CODE)
 
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # SLURM ends a job that is queued again: nothing may be left to do.
+        if self._asked == _Asked.QUEUE_AGAIN and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
+            _queue_again()
+
     def _agree(self, trainer: Trainer) -> None:
         """On whether any rank was asked, and on the step of the next question: clocks of ranks differ."""
         step, time_s = trainer.global_step, time.monotonic()
         step_s = (time_s - self._time_s) / max(1, step - self._step)
         mine = torch.tensor([self._asked, step_s], dtype=torch.float32, device=trainer.strategy.root_device)
         asked, step_s = trainer.strategy.reduce(mine, reduce_op="max").tolist()
-        self._asked, self._step, self._time_s = bool(asked), step, time_s
+        self._asked, self._step, self._time_s = _Asked(int(asked)), step, time_s
         num_steps = 1 if asked else int(self.interval_s / max(step_s, 1e-6))
         self._next_step = step + max(1, min(MAX_STEPS, num_steps))
+
+    @property
+    def _by_whom(self) -> str:
+        return "asked to end by " + ("SLURM" if self._asked == _Asked.QUEUE_AGAIN else "SIGTERM")
 
     def _save(self, trainer: Trainer) -> None:
         saver = trainer.checkpoint_callback
         beside = saver.dirpath if isinstance(saver, ModelCheckpoint) else None
         path = Path(self._dirpath or beside or trainer.default_root_dir) / FILE_NAME
         trainer.save_checkpoint(path)
-        rank_zero_info(f"asked to end by SIGTERM: saved {path} after step {self._step}")
+        rank_zero_info(f"{self._by_whom}: saved {path} after step {self._step}")
+        if self._asked == _Asked.QUEUE_AGAIN:
+            trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
-def set_sigterm_handler(trainer: Trainer, handler: Callable[[int, FrameType | None], None] | None) -> None:
-    """What Lightning registers for SIGTERM before it runs, and takes back at the end, instead of its own."""
-    connector = trainer._signal_connector
+def _queue_again() -> None:
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        rank_zero_warn(f"SLURM job {job} is not queued again: {error}; it goes on where it was saved if you do it")
+
+
+def set_handler(trainer: Trainer, name: str, handler: Callable[[int, FrameType | None], None] | None) -> None:
+    """What Lightning registers for a signal before it runs, and takes back at the end, instead of its own `name`."""
+    connector = vars(trainer._signal_connector)
     if handler is None:
-        vars(connector).pop("_sigterm_notifier_fn", None)
+        connector.pop(name, None)
     else:
-        connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
+        connector[name] = handler

@@ -31,6 +31,8 @@ CHUNK_BYTES = 1024 * 1024
 """The smallest pieces that the cost model cuts buckets into; the largest are of the last of SIZES."""
 MOST_FUSED_MB = 32.0
 """By default: with larger buckets backward would have nearly nothing left to hide them behind."""
+SWITCH_GAIN = 0.1
+"""What another algorithm must save, as shares of the time at each size added up, before a measured table takes it."""
 LATENCY_SHARE = 0.5
 """What latency may add to the time that the bytes of a piece take between groups."""
 
@@ -74,11 +76,24 @@ class AllReduceTable:
     """The links that fit the times, and how well, for people."""
 
     def choose(self, num_bytes: int) -> str:
-        """The algorithm with the fewest expected milliseconds, interpolated between rows."""
+        """That of the rows around; where they differ the one with the fewest expected milliseconds."""
         if self.switch_bytes is not None:
             return "hierarchical" if num_bytes <= self.switch_bytes else "ring"
+        above = min(bisect_left(self.rows, num_bytes, key=lambda row: row.num_bytes), len(self.rows) - 1)
+        choices = {self._choices[above]}
+        if above and num_bytes < self.rows[above].num_bytes:
+            choices.add(self._choices[above - 1])
+        if len(choices) == 1:
+            return choices.pop()
         expected = self.expected_ms(num_bytes)
         return min(self.algorithms, key=lambda algorithm: expected[algorithm])
+
+    @cached_property
+    def _choices(self) -> tuple[str, ...]:
+        """Of each row: the best, where times were computed; where they were measured, as far as that is no chance."""
+        if any(row.spread_ms for row in self.rows):
+            return _steady_choices([row.milliseconds for row in self.rows])
+        return tuple(row.best for row in self.rows)
 
     def expected_ms(self, num_bytes: int) -> dict[str, float]:
         """Milliseconds of each algorithm: linear between rows, in proportion above the last."""
@@ -94,10 +109,10 @@ class AllReduceTable:
 
     @cached_property
     def algorithms(self) -> tuple[str, ...]:
-        """Algorithms that this table can choose: those that are best at some row."""
+        """Algorithms that this table can choose: those that are chosen at some row."""
         if self.switch_bytes is not None:
             return ("ring", "hierarchical")
-        return tuple(name for name in self.rows[0].milliseconds if any(row.best == name for row in self.rows))
+        return tuple(name for name in self.rows[0].milliseconds if name in self._choices)
 
     def with_switch(self, switch_bytes: int) -> "AllReduceTable":
         """The paper's hybrid with a given switch size."""
@@ -149,11 +164,11 @@ class AllReduceTable:
         names = list(self.rows[0].milliseconds)
         spreads = [name for name in names if all(name in row.spread_ms for row in self.rows)]
         quartiles = [f"{name}_{end}_ms" for name in spreads for end in ("low", "high")]
-        writer.writerow(["bytes", *(f"{name}_ms" for name in names), "best", *quartiles])
-        for row in self.rows:
+        writer.writerow(["bytes", *(f"{name}_ms" for name in names), "choice", *quartiles])
+        for row, choice in zip(self.rows, self._choices, strict=True):
             times = [row.milliseconds[name] for name in names]
             ends = [ms for name in spreads for ms in row.spread_ms[name]]
-            writer.writerow([row.num_bytes, *(f"{t:.6g}" for t in times), row.best, *(f"{t:.6g}" for t in ends)])
+            writer.writerow([row.num_bytes, *(f"{t:.6g}" for t in times), choice, *(f"{t:.6g}" for t in ends)])
         write_whole(path, text.getvalue())
 
     @classmethod
@@ -206,6 +221,24 @@ class AllReduceTable:
             times = (f"{row.milliseconds[name]:16.3f}" for name in names)
             lines.append("  ".join([f"{row.num_bytes:12,d}", *times, self.choose(row.num_bytes)]))
         return "\n".join(lines)
+
+
+def _steady_choices(times: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
+    """One for each size: those with the least sum of the times' logarithms, if every switch costs SWITCH_GAIN."""
+    costs = {name: math.log(ms) for name, ms in times[0].items()}
+    origins: list[dict[str, str]] = []
+    for at_size in times[1:]:
+        cheapest = min(costs, key=lambda name: costs[name])
+        stays = {name: costs[name] <= costs[cheapest] + SWITCH_GAIN for name in costs}
+        origins.append({name: name if stays[name] else cheapest for name in costs})
+        costs = {
+            name: (costs[name] if stays[name] else costs[cheapest] + SWITCH_GAIN) + math.log(ms)
+            for name, ms in at_size.items()
+        }
+    choices = [min(costs, key=lambda name: costs[name])]
+    for origin in reversed(origins):
+        choices.insert(0, origin[choices[0]])
+    return tuple(choices)
 
 
 def cached_table_path(topology: Topology, backend: str) -> Path:

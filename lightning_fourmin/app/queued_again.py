@@ -1,0 +1,17 @@
+"""A training that SLURM has queued again goes on in its folder, whatever the command says of an earlier run."""
+
+import os
+from pathlib import Path
+
+from lightning_fourmin.app.resume import saved, say
+
+
+def folder_to_go_on_in(folder: Path) -> str | None:
+    """The run's own folder if an earlier start of this job has saved in it."""
+    if not int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+        return None
+    if saved(folder):
+        say(f"SLURM has queued this job again: it goes on in {folder}")
+        return str(folder)
+    say(f"SLURM has queued this job again: it begins afresh, {folder} has no checkpoint; give all starts one run_dir")
+    return None
