@@ -54,7 +54,7 @@ def warn(run: Run, metrics: Path) -> None:
 
 def test_job_is_queued_again_and_goes_on(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["-c", "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])", str(job)]
-    arguments += ["data.batch_size=2", "trainer.log_every_n_steps=1", "trainer.max_epochs=1"]
+    arguments += ["data.batch_size=4", "trainer.log_every_n_steps=1", "trainer.max_epochs=1"]
     folder = tmp_path / "runs" / "digits" / f"slurm-{JOB}"
     with running(arguments, tmp_path) as run:
         warn(run, folder / "metrics.csv")
@@ -64,7 +64,7 @@ def test_job_is_queued_again_and_goes_on(job: Path, tmp_path: Path, monkeypatch:
     assert (tmp_path / "scontrol.txt").read_text() == f"requeue {JOB}\n"
     assert RunRecord.read(folder).status == "preempted"
     last = AtomicCheckpointIO().load_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
-    assert 0 < last < 1437 // 4
+    assert 0 < last < 1437 // 8
     assert AtomicCheckpointIO().load_checkpoint(folder / "hpc_ckpt_1.ckpt")["global_step"] == last
 
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -73,7 +73,7 @@ def test_job_is_queued_again_and_goes_on(job: Path, tmp_path: Path, monkeypatch:
         assert run.left() == []
         assert run.output.count(f"SLURM has queued this job again: it goes on in runs/digits/slurm-{JOB}") == 1
     record = RunRecord.read(folder)
-    assert (record.status, record.world_size, record.summary.steps) == ("done", 2, 1437 // 4)
+    assert (record.status, record.world_size, record.summary.steps) == ("done", 2, 1437 // 8)
     assert record.topology is not None
     assert "2 nodes" in record.topology
-    assert read_metrics(folder)["train/loss"].steps.tolist() == [*range(last - 1), *range(last, 1437 // 4)]
+    assert read_metrics(folder)["train/loss"].steps.tolist() == [*range(last - 1), *range(last, 1437 // 8)]

@@ -35,9 +35,9 @@ class RunRecorder(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({RESUMED: 1.0}, step=trainer.global_step)
 
-    # Not at the start of training: the module plans its rates there, after the callbacks.
+    # At the start of training the module has no rates yet; a run that goes on in mid-epoch is not told that one starts.
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.is_global_zero and not self._has_plans:
             self._has_plans = True
             self._update(**_plans(trainer, pl_module))
