@@ -7,7 +7,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=12:00:00
-# SLURM warns the job before its time is up: Lightning saves a checkpoint and queues the job again.
+# SLURM warns the job before its time is up: it saves a checkpoint, ends, and is queued again.
 #SBATCH --signal=SIGUSR1@120
 set -euo pipefail
 

@@ -3,6 +3,7 @@
 import csv
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,25 @@ def test_one_device_waits_for_nobody_and_validation_does_not_count(tmp_path: Pat
     assert (monitor.summary.N, monitor.summary.e, monitor.summary.exposed_ms) == (1, 1.0, 0.0)
     assert pytest.approx(monitor.summary.T) == monitor.summary.S
     assert monitor.summary.step_ms < 500
+
+
+def test_resumed_in_the_middle_of_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
+    (summary, metrics), _ = ranks.run(resumed_fit, tmp_path / "mid.ckpt")
+    assert summary is not None
+    assert 0 < summary.step_ms < 60_000
+    assert 0 < metrics["fourmin/step_ms"] < 60_000
+
+
+def resumed_fit(path: Path) -> tuple[ScalingSummary | None, dict[str, float]]:
+    trainer = rank_trainer("fourmin", max_steps=2)
+    trainer.fit(Net(), images(6))
+    trainer.save_checkpoint(path)
+    monitor = ScalingMonitor()
+    trainer = rank_trainer("fourmin", max_steps=3, log_every_n_steps=1, callbacks=[monitor])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        trainer.fit(Net(), images(6), ckpt_path=str(path))
+    return monitor.summary, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 class Words(Regression):

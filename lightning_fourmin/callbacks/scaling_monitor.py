@@ -93,6 +93,8 @@ class ScalingMonitor(Callback):
         if self._meter is not None:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = _timed(loop._broadcast_sigterm_tensor, self._meter)
+        # A run that goes on in the middle of an epoch is not told that one starts.
+        self._begin_step()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -82,9 +82,13 @@ class SharedArena:
         return arena
 
     def close(self) -> None:
-        """Closes the bells; the memory goes with the last tensor that lies in it."""
+        """Closes the bells; the memory goes with the last tensor of others that lies in it."""
         self.inward.close()
         self.outward.close()
+        # Whoever holds the arena may be garbage that waits to be collected for long.
+        self._gradients.clear()
+        del self._sums
+        self._placed.clear()
 
     def place(
         self, numel: int, dtype: torch.dtype, wait_until_done: Callable[[], object], new_step: bool

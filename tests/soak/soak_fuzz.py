@@ -7,7 +7,7 @@ import pytest
 
 from figures import figure
 
-os.environ.setdefault("FUZZ_CASES", "5000")
+os.environ.setdefault("FUZZ_CASES", "50000")
 
 from test_fuzz import folder, test_any_bytes_in_a_shard, test_any_index  # noqa: F401
 
