@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -198,9 +199,8 @@ def test_resumed_in_the_middle_of_an_epoch(ranks: RankPool, tmp_path: Path) -> N
 
 
 def resumed_fit(path: Path) -> tuple[ScalingSummary | None, dict[str, float]]:
-    trainer = rank_trainer("fourmin", max_steps=2)
-    trainer.fit(Net(), images(6))
-    trainer.save_checkpoint(path)
+    save = LambdaCallback(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(path))
+    rank_trainer("fourmin", max_steps=2, callbacks=[save]).fit(Net(), images(6))
     monitor = ScalingMonitor()
     trainer = rank_trainer("fourmin", max_steps=3, log_every_n_steps=1, callbacks=[monitor])
     with warnings.catch_warnings():
