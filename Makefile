@@ -24,7 +24,7 @@ test: $(STAMP) ## run the tests
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) ## run what takes long: hundreds of faults and races, thousands of steps
-	$(PYTEST) --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py | tee soak.log
+	$(PYTEST) -n 2 --dist worksteal --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py | tee soak.log
 	$(BIN)/python benchmarks/faults.py soak.log
 
 versions: $(STAMP) ## run the main tests in a fresh environment: make versions PYTHON=python3.12 PACKAGES=oldest

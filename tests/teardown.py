@@ -112,6 +112,7 @@ def tear_engine_down(teardown: Teardown, shared_bytes: int) -> list[str]:
         futures = [made.submit(torch.ones(1000), index) for index in range(NUM_BUCKETS)]
         if teardown.concerns(made):
             assert hold.there.wait(FUTURE_S), "the bucket has not come to the stage"
+        dist.barrier()  # a rank that fails sooner could keep the bucket of another one from its stage
         if teardown.way == "fail":
             made.fail(LostRankError("rank 9 is gone"))
         elif teardown.way == "destroy":
