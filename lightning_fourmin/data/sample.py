@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 class ShardError(RuntimeError):
     """Damaged or unexpected data; the text names shard, member and offset."""
 
+    def __init__(self, text: str) -> None:
+        # Names in a shard may hold what a terminal obeys and a log file refuses.
+        super().__init__("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+
 
 @dataclass(frozen=True)
 class Member:
