@@ -223,11 +223,18 @@ def test_fields_that_are_not_images(tmp_path: Path) -> None:
     assert not batch["has_jpg"].any()
 
 
+def pickled_array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ({"json": b"{"}, "member a.json at offset 1024 is not JSON"),
         ({"npy": b"\x93NUMPY"}, r"member a.npy at offset \d+ is not a NumPy array"),
+        ({"npy": pickled_array()}, r"member a.npy at offset \d+ is not a NumPy array: Object arrays cannot be loaded"),
         ({"txt": b"\xff"}, r"member a.txt at offset \d+ is not UTF-8 text"),
     ],
 )
