@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -56,6 +56,14 @@ class Run:
                 if self._mark.encode() in entries and any(entry.startswith(variable.encode()) for entry in entries):
                     found.append(int(path.parent.name))
         return found
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """While the script runs."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
 
     def left(self) -> list[int]:
         """Those that still run a while after the script has ended: multiprocessing's helpers take a moment."""
@@ -120,11 +128,7 @@ def test_one_rank(plain_ddp: str, tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     with running([SCRIPT, "fourmin", "2", "1000000"], tmp_path) as run:
-        deadline = time.monotonic() + TIMEOUT_S
-        while run.output.count("trains") < 2:
-            assert run.process.poll() is None, run.output
-            assert time.monotonic() < deadline, run.output
-            time.sleep(0.1)
+        run.wait_until(lambda: run.output.count("trains") >= 2)
         assert len(run.processes()) == 2
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.process.wait(60) == 1, run.output

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,11 +41,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def warn(run: Run, metrics: Path) -> None:
     """All processes of the tasks, as SLURM does before the time is up; once steps are logged."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not metrics.is_file() or metrics.read_text().count("\n") < 3:
-        assert run.process.poll() is None, run.output
-        assert time.monotonic() < deadline, run.output
-        time.sleep(0.1)
+    run.wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3)
     for process in run.processes("SLURM_PROCID="):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGUSR1)

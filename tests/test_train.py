@@ -67,11 +67,7 @@ def end_all(run: Run, folder: Path, awaited: str, number: signal.Signals, delay_
 
     Gives the time of the signal.
     """
-    deadline = time.monotonic() + 120
-    while not list(folder.glob(awaited)):
-        assert run.process.poll() is None, run.output
-        assert time.monotonic() < deadline, run.output
-        time.sleep(0.1)
+    run.wait_until(lambda: list(folder.glob(awaited)))
     time.sleep(delay_s)
     signalled_s = time.time()
     os.killpg(run.process.pid, number)
