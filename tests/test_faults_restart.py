@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -72,11 +71,7 @@ def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
     options = f"trainer=torchrun trainer.accelerator=cpu {length} trainer.log_every_n_steps=1 data.num_workers=0"
     command = ["-m", "lightning_fourmin.app", "train", *options.split()]
     with running([*torchrun("--max-restarts", "1"), *command], tmp_path) as run:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("runs/digits/*/checkpoints/last.ckpt")):
-            assert run.process.poll() is None, run.output
-            assert time.monotonic() < deadline, run.output
-            time.sleep(0.05)
+        run.wait_until(lambda: list(tmp_path.glob("runs/digits/*/checkpoints/last.ckpt")))
         (victim,) = run.processes("RANK=1")
         os.kill(victim, signal.SIGKILL)
         assert run.process.wait(120) == 0, run.output
@@ -112,11 +107,7 @@ def test_sigterm_to_all_processes_saves_before_they_end(undisturbed: str, tmp_pa
 @pytest.mark.parametrize("victim", [0, 1])
 def test_ranks_of_a_script_end_when_one_is_killed(tmp_path: Path, victim: int) -> None:
     with running([SCRIPT, "2", str(tmp_path), f"{victim}:5:SIGKILL:5"], tmp_path) as run:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / f"{victim}:5:SIGKILL:5.done").exists():
-            assert run.process.poll() is None, run.output
-            assert time.monotonic() < deadline, run.output
-            time.sleep(0.05)
+        run.wait_until((tmp_path / f"{victim}:5:SIGKILL:5.done").exists)
         run.process.wait(15)
         assert run.left() == []
         assert re.search(rf"^(\[rank\d\]: )?[\w.]+: rank {victim} is gone", run.output, re.MULTILINE), run.output

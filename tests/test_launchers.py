@@ -63,7 +63,7 @@ class Run:
         while not condition():
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     def left(self) -> list[int]:
         """Those that still run a while after the script has ended: multiprocessing's helpers take a moment."""
