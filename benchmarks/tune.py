@@ -105,9 +105,10 @@ def main() -> None:
         told = "\n".join(f"- {s.name}: {data[s.name]['told']} Links: {data[s.name]['fit']}." for s in measured)
         rows = table(HEADER, [row(s, data[s.name]) for s in measured])
         text = (
-            f"Steps of the net {NET} through the Trainer, FP32 on the wire. Tuned: table, groups, chunks and buckets\n"
-            f"from `fourmin tune` ({arguments.budget:g} s). Runs with a fixed threshold have the tuned table, too;\n"
-            f"the best is of those tried.\n\n{rows}\n\nWhat the tuner said:\n\n{told}"
+            f"Steps of the net {NET} through the Trainer, FP32 on the wire. Tuned: table, groups, chunks, buckets\n"
+            f"and their algorithm from `fourmin tune` ({arguments.budget:g} s for the table, as many for steps).\n"
+            "Single algorithms have the default buckets; fixed thresholds have the tuned table and algorithm, and the\n"
+            f"best is of those tried.\n\n{rows}\n\nWhat the tuner said:\n\n{told}"
         )
         write("tune", command, data, text)
 

@@ -15,7 +15,8 @@ from models import NETS
 from step_rank import VARIANTS, fit_once
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.app.tune import TIMEOUT, TuneOptions, tune, tune_fusion
+from lightning_fourmin.app.tune import TIMEOUT, TuneOptions, tune
+from lightning_fourmin.comm.merge import cuts_path, read_cuts
 from lightning_fourmin.comm.table import readable
 
 THRESHOLDS_MB = (0.5, 1, 4, 16)
@@ -42,17 +43,28 @@ def main() -> None:
         dist.broadcast_object_list(paths, src=0)  # rank 0's folder; only rank 0 reads from it
         path = paths[0]
         largest_mb = sum(p.numel() * 4 for p in make().parameters()) / 2**20
-        options = TuneOptions(budget_s=arguments.budget, largest_mb=largest_mb, out=str(path))
-        table = tune(options, int(os.environ["NODE_RANK"]), torch.device("cpu"))
-        labels = torch.arange(batch_size) % 10
-        told = tune_fusion(make(), torch.randn(batch_size, 3, side, side), labels, table, path, 1.0)[-1]
-        dist.barrier()
+        options = TuneOptions(
+            budget_s=arguments.budget,
+            largest_mb=largest_mb,
+            out=str(path),
+            num_classes=10,
+            image_size=side,
+            batch_size=batch_size,
+        )
+        net = make()
+        table, told = tune(options, int(os.environ["NODE_RANK"]), torch.device("cpu"), net)
+        found = [read_cuts(cuts_path(path, list(net.named_parameters())))]
+        dist.broadcast_object_list(found, src=0)
+        cuts = found[0]
+        assert cuts is not None
         VARIANTS["default"] = FourMinStrategy
         for name in ("ring", "hierarchical", "torus"):
             VARIANTS[name] = partial(FourMinStrategy, algorithm=name)
         VARIANTS["tuned"] = partial(FourMinStrategy, table=path)
         for threshold in THRESHOLDS_MB:
-            VARIANTS[f"fusion {threshold:g}"] = partial(FourMinStrategy, table=path, fusion_mb=threshold)
+            VARIANTS[f"fusion {threshold:g}"] = partial(
+                FourMinStrategy, table=path, fusion_mb=threshold, algorithm=cuts.algorithm or "hybrid"
+            )
         variants = [name for name in VARIANTS if name not in ("ddp_fp16", "fourmin", "fourmin_fp16")]
         times: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(arguments.rounds):
@@ -62,8 +74,9 @@ def main() -> None:
         dist.barrier()
     if dist.get_rank() == 0:
         groups = f", groups of {table.group_size}" if table.group_size else ""
-        chosen = f"{table.summary()}{groups}, chunks of {readable(table.chunk_bytes)}"
-        print("RESULT", json.dumps({"times_ms": times, "chosen": chosen, "told": told, "fit": table.fit}))
+        buckets = f"{len(cuts.bucket_bytes)} buckets, {cuts.algorithm or table.summary()}"
+        chosen = f"{buckets}{groups}, chunks of {readable(table.chunk_bytes)}"
+        print("RESULT", json.dumps({"times_ms": times, "chosen": chosen, "told": told[-1], "fit": table.fit}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,7 +21,7 @@ from typing_extensions import override
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
 from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.choice import choose_cuts, choose_table
-from lightning_fourmin.comm.engine import Engine
+from lightning_fourmin.comm.engine import Engine, all_reduce_hook
 from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_sparse_gradients
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
@@ -176,7 +175,7 @@ class FourMinStrategy(ResilientDDPStrategy):
             return FusionPlan.build(parameters, self._options.fusion_mb, rebuilt)
         cuts = choose_cuts(self._options.table, self.topology, parameters)
         if cuts is not None:
-            return FusionPlan.from_cuts(parameters, cuts, rebuilt)
+            return FusionPlan.from_cuts(parameters, cuts.bucket_bytes, rebuilt, cuts.algorithm)
         return FusionPlan.build(parameters, default_fusion_mb(self.topology, dist.get_backend()), rebuilt)
 
     @override
@@ -202,7 +201,7 @@ class FourMinStrategy(ResilientDDPStrategy):
             stall_warning_s=self._options.stall_warning_s,
             trace=self._trace,
         )
-        self.model.register_comm_hook(self._engine, _all_reduce_hook)
+        self.model.register_comm_hook(self._engine, all_reduce_hook)
         self._announce(self._engine)
 
     @override
@@ -218,9 +217,11 @@ class FourMinStrategy(ResilientDDPStrategy):
         options = self._options
         any_groups = options.group_size is None
         table = choose_table(options.table, self.topology, groups, self.root_device, largest_bytes, any_groups)
+        if options.switch_mb is not None:
+            return table.with_switch(int(options.switch_mb * MIB))
         if options.algorithm != "hybrid":
             return table.only(options.algorithm)
-        return table if options.switch_mb is None else table.with_switch(int(options.switch_mb * MIB))
+        return table if self.fusion_plan is None else table.for_plan(self.fusion_plan)
 
     def _announce(self, engine: Engine) -> None:
         wire = str(engine.wire_dtype or "gradients' dtype").removeprefix("torch.")
@@ -331,7 +332,3 @@ class FourMinStrategy(ResilientDDPStrategy):
                     find_unused_parameters=unused,
                     start_method=start_method,
                 )
-
-
-def _all_reduce_hook(engine: Engine, bucket: dist.GradBucket) -> Future[Tensor]:
-    return engine.submit(bucket.buffer(), bucket.index())

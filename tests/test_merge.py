@@ -1,5 +1,6 @@
 """Cuts from ready times: what goes together, the file they are kept in, and a fit that uses them."""
 
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning import Callback, Trainer
 from torch import nn
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.comm.advice import StepTimes, ddp_buckets, sentence_for, sentence_without_model
 from lightning_fourmin.comm.cost import Link
 from lightning_fourmin.comm.fusion import FusionPlan
-from lightning_fourmin.comm.merge import ReadyGradient, cuts_path, last_done_s, merge, read_cuts, write_cuts
-from lightning_fourmin.comm.table import AllReduceTable, Row, cached_table_path
+from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, read_cuts, write_cuts
+from lightning_fourmin.comm.table import cached_table_path
 from pool import RankPool
 from training import Regression, data, rank_trainer
 
@@ -58,10 +59,12 @@ def test_no_latency_keeps_gradients_apart() -> None:
     assert merge([], TRANSFER) == []
 
 
-def test_last_bucket_is_done_after_the_ones_before() -> None:
-    cut = [gradients((10, 0.0)), gradients((10, 0.5)), gradients((10, 9.0))]
-    assert last_done_s(cut, lambda n: 0.1 * n) == 10.0
-    assert last_done_s(cut[:2], lambda n: 0.1 * n) == 2.0
+def last_done_s(buckets: list[list[ReadyGradient]]) -> float:
+    """When the last bucket is done, if one is under way at a time."""
+    done_s = 0.0
+    for bucket in buckets:
+        done_s = max(done_s, bucket[-1].ready_s) + took_s(sum(gradient.num_bytes for gradient in bucket))
+    return done_s
 
 
 def earliest_end(ready: list[ReadyGradient]) -> float:
@@ -74,7 +77,7 @@ def earliest_end(ready: list[ReadyGradient]) -> float:
                 cut.append([gradient])
             else:
                 cut[-1].append(gradient)
-        ends.append(last_done_s(cut, took_s))
+        ends.append(last_done_s(cut))
     return min(ends)
 
 
@@ -97,9 +100,9 @@ def merged_by_the_rule(ready: list[ReadyGradient]) -> list[list[ReadyGradient]]:
 def test_no_other_cut_ends_earlier(steps: list[tuple[int, float]]) -> None:
     times = accumulate(after_s for _, after_s in steps)
     ready = [ReadyGradient(num_bytes, at_s) for (num_bytes, _), at_s in zip(steps, times, strict=True)]
-    end_s = last_done_s(merge(ready, TRANSFER), took_s)
+    end_s = last_done_s(merge(ready, TRANSFER))
     assert end_s == pytest.approx(earliest_end(ready))
-    assert end_s <= last_done_s(merged_by_the_rule(ready), took_s) + 1e-9
+    assert end_s <= last_done_s(merged_by_the_rule(ready)) + 1e-9
 
 
 # The plan and its file.
@@ -139,12 +142,25 @@ def test_file_is_found_by_shapes_and_read_back(tmp_path: Path) -> None:
     assert path == wrapped
     assert path != cuts_path(tmp_path / "table.csv", parameters(net().half()))
     assert read_cuts(path) is None
-    write_cuts(path, [36, 3360], "by hand")
-    assert read_cuts(path) == (36, 3360)
+    for cuts in (Cuts((36, 3360)), Cuts((36, 3360), "torus")):
+        write_cuts(path, cuts, "by hand")
+        assert read_cuts(path) == cuts
     assert path.parent == tmp_path
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"bucket_bytes": []}', '{"bucket_bytes": [3.5]}', "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"bucket_bytes": []}',
+        '{"bucket_bytes": 4}',
+        '{"bucket_bytes": [3.5]}',
+        '{"bucket_bytes": [4], "algorithm": "star"}',
+        "\x00",
+    ],
+)
 def test_broken_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.abc.json"
     path.write_text(text)
@@ -152,8 +168,19 @@ def test_broken_file_is_named(tmp_path: Path, text: str) -> None:
         read_cuts(path)
 
 
-def fit_with_cuts(cuts: list[int], **strategy_kwargs: Any) -> tuple[str, int]:
-    """How buckets were cut, and how many there are."""
+class AlgorithmsUsed(Callback):
+    """What the strategy chooses algorithms by."""
+
+    summary = ""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, FourMinStrategy)
+        assert trainer.strategy.table is not None
+        self.summary = trainer.strategy.table.summary()
+
+
+def fit_with_cuts(cuts: Cuts, **strategy_kwargs: Any) -> tuple[str, str]:
+    """How buckets were cut, and which algorithms they went by."""
     module = Regression(net())
     strategy = FourMinStrategy(**strategy_kwargs)
     trainer = rank_trainer(strategy, max_steps=3)
@@ -162,67 +189,29 @@ def fit_with_cuts(cuts: list[int], **strategy_kwargs: Any) -> tuple[str, int]:
     if dist.get_rank() == 0:
         write_cuts(path, cuts, "by hand")
     dist.barrier()
+    chosen = AlgorithmsUsed()
+    trainer.callbacks.append(chosen)  # type: ignore[attr-defined]
     try:
         trainer.fit(module, data(4))
     except ValueError as error:
-        return str(error), 0
+        return str(error), ""
     finally:
         dist.barrier()
         path.unlink(missing_ok=True)
     assert strategy.fusion_plan is not None
-    return str(strategy.fusion_plan).splitlines()[0], len(strategy.fusion_plan.buckets)
+    return str(strategy.fusion_plan).splitlines()[0], chosen.summary
 
 
 def test_next_start_uses_the_cuts_on_all_ranks(ranks: RankPool) -> None:
-    cuts = [36, 4 * 584, 4 * 256]
-    assert ranks.run(fit_with_cuts, cuts) == [("3 buckets, fusion measured cuts", 3)] * 2
-    given = ranks.run(fit_with_cuts, cuts, fusion_mb=1.0)
-    assert given == [("1 buckets, fusion threshold 1 MiB", 1)] * 2
-    for error, _ in ranks.run(fit_with_cuts, [-1]):
+    cuts = Cuts((36, 4 * 584, 4 * 256))
+    ((how, by_table), same) = ranks.run(fit_with_cuts, cuts)
+    assert how == "3 buckets, fusion measured cuts"
+    assert same == (how, by_table)
+    for name in ("ring", "torus"):
+        assert ranks.run(fit_with_cuts, replace(cuts, algorithm=name)) == [(how, name)] * 2
+    asked = ranks.run(fit_with_cuts, replace(cuts, algorithm="ring"), algorithm="torus")
+    assert asked == [(how, "torus")] * 2
+    given = ranks.run(fit_with_cuts, replace(cuts, algorithm="torus"), fusion_mb=1.0)
+    assert given == [("1 buckets, fusion threshold 1 MiB", by_table)] * 2
+    for error, _ in ranks.run(fit_with_cuts, Cuts((-1,))):
         assert "does not say where to cut buckets" in error
-
-
-# Will it help?
-
-
-def table(**ms_a_kib: float) -> AllReduceTable:
-    rows = tuple(Row(n, {name: ms * n / 1024 for name, ms in ms_a_kib.items()}) for n in (1024, 1 << 20))
-    return AllReduceTable("nodes2x2_groups2x2", "gloo", "measured", rows)
-
-
-def test_ddp_closes_buckets_when_they_are_full() -> None:
-    mib = 1 << 20
-    ready = gradients((mib // 2, 0), (mib, 1), (20 * mib, 2), (20 * mib, 3), (mib, 4))
-    assert sizes(ddp_buckets(ready)) == [[mib // 2, mib], [20 * mib, 20 * mib], [mib]]
-
-
-def test_sentence_says_yes_where_less_is_exposed() -> None:
-    ready = gradients((1 << 20, 0.1), (1 << 20, 0.2))
-    step = StepTimes(ready, backward_s=0.2, rest_s=0.1)
-    # A MiB takes 102 ms as a ring and 51 ms as hierarchical.
-    sentence = sentence_for(step, table(ring=0.1, hierarchical=0.05), [[ready[0]], [ready[1]]], 1.0)
-    assert sentence == (
-        "Will it help you? Yes: 405 ms a step with ddp, 351 ms with fourmin expected, 1.15x; of 105 ms communication "
-        "that backward does not hide 51 ms are left (2 buckets, hierarchical)."
-    )
-
-
-def test_sentence_says_no_where_backward_hides_all() -> None:
-    ready = gradients((1024, 0.1), (1024, 9.0))
-    sentence = sentence_for(StepTimes(ready, 9.0, 1.0), table(ring=0.1, torus=0.05), [ready], 1.0)
-    assert sentence.startswith("Will it help you? Not in speed: 10000 ms a step with ddp, 10000 ms with fourmin")
-    assert "0% of a step is communication that backward does not hide, and there is little to gain" in sentence
-
-
-def test_sentence_says_no_where_nothing_is_faster() -> None:
-    ready = gradients((1 << 20, 0.1))
-    sentence = sentence_for(StepTimes(ready, 0.1, 0.1), table(ring=0.1, torus=0.2), [ready], 1.0)
-    assert "Not in speed" in sentence
-    assert "what is there takes as long here" in sentence
-
-
-def test_sentence_without_a_model() -> None:
-    assert "takes 102.4 ms as a ring and 51.2 ms as torus, 2.00x;" in sentence_without_model(
-        table(ring=0.1, torus=0.05)
-    )
-    assert "takes 102.4 ms as a ring, and nothing else is faster;" in sentence_without_model(table(ring=0.1, torus=0.2))

@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -17,20 +18,21 @@ from torch import Tensor, nn
 from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.launch import RankError, run_ranks
 from lightning_fourmin.app.verb import give_up, run
-from lightning_fourmin.comm.advice import StepTimes, sentence_for, sentence_without_model
+from lightning_fourmin.comm.advice import sentence_for, sentence_without_model
 from lightning_fourmin.comm.curves import draw
 from lightning_fourmin.comm.fit import fit_transfer
-from lightning_fourmin.comm.fusion import MIB
+from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.merge import ReadyGradient, cuts_path, merge, write_cuts
-from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
+from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, write_cuts
+from lightning_fourmin.comm.table import AllReduceTable, cached_table_path, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.tuner import measure_table
+from lightning_fourmin.comm.trial import StepTrial, plans_to_try
+from lightning_fourmin.comm.tuner import agreed, measure_table
 from lightning_fourmin.models import MODELS, build_model
-from lightning_fourmin.predict.profile import measure_profile
+from lightning_fourmin.options import WIRE_DTYPES
+from lightning_fourmin.predict.profile import Profile, measure_profile
 
 TIMEOUT = timedelta(minutes=5)
-WIRE_SHARES = {None: 1.0, "fp32": 1.0, "fp16": 0.5, "bf16": 0.5}
 
 
 @dataclass
@@ -54,7 +56,7 @@ class TuneOptions:
         for name in ("devices", "num_nodes", "budget_s", "largest_mb", "num_classes", "image_size", "batch_size"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.wire_dtype not in WIRE_SHARES:
+        if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise ValueError(f"wire_dtype={self.wire_dtype} is not known: choose one of null, fp32, fp16, bf16")
         if self.model is not None:
             self.build_model()
@@ -92,13 +94,18 @@ def tune_rank(config: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def tune(options: TuneOptions, node_rank: int, device: torch.device) -> AllReduceTable:
-    """Measures and writes; rank 0 tells what was found. A collective call."""
+def tune(
+    options: TuneOptions, node_rank: int, device: torch.device, net: nn.Module | None = None
+) -> tuple[AllReduceTable, list[str]]:
+    """Measures and writes; rank 0 tells what was found. A collective call.
+
+    `net` is trained on random images to measure it; None: the model of the options, if there is one.
+    """
     nodes = [0] * dist.get_world_size()
     dist.all_gather_object(nodes, node_rank)
     topology = Topology.build(nodes, options.group_size)
     groups = ProcessGroups.shared(TIMEOUT)
-    with _progress(options.budget_s) as progress:
+    with _progress("measuring all-reduce", options.budget_s) as progress:
         table = measure_table(
             topology,
             groups,
@@ -114,47 +121,83 @@ def tune(options: TuneOptions, node_rank: int, device: torch.device) -> AllReduc
         table.to_csv(path)
         draw(table, path.with_suffix(".svg"))
         told.append(f"table: {path}, picture: {path.with_suffix('.svg')}")
-    if options.model is None:
+    if net is None and options.model is not None:
+        net = options.build_model()
+    if net is None:
         told.append(sentence_without_model(table))
     else:
-        images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
-        labels = torch.arange(options.batch_size, device=device) % options.num_classes
-        share = WIRE_SHARES[options.wire_dtype]
-        told += tune_fusion(options.build_model().to(device), images, labels, table, path, share)
+        told += _tune_net(net.to(device), options, topology, table, groups, path)
     if dist.get_rank() == 0:
         print("\n".join(told), flush=True)
-    return table
+    return table, told
 
 
-def tune_fusion(
-    net: nn.Module, images: Tensor, labels: Tensor, table: AllReduceTable, path: Path, wire_share: float
+def _tune_net(
+    net: nn.Module,
+    options: TuneOptions,
+    topology: Topology,
+    table: AllReduceTable,
+    groups: ProcessGroups,
+    path: Path,
 ) -> list[str]:
-    """Cuts the buckets of a net, writes that beside the table at `path` and tells what to expect: a collective call."""
-    dist.barrier()  # ranks measure at the same time, as they will train
-    profile = measure_profile(
-        net,
-        images,
-        lambda scores: nn.functional.cross_entropy(scores, labels),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    )
+    """Finds buckets and algorithm for a net, writes them beside the table at `path` and tells what they gain."""
+    parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    device = parameters[0][1].device
+    images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
+    labels = torch.arange(options.batch_size, device=device) % options.num_classes
+    optimizer = _sgd([parameter for _, parameter in parameters])
+
+    def loss(scores: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scores, labels)
+
+    def step(wrapped: nn.Module, images: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(wrapped(images)).backward()
+        optimizer.step()
+
+    # Ranks measure at the same time, as they will train.
+    profile = measure_profile(net, images, loss, _sgd, before_step=dist.barrier)
+    dtype = WIRE_DTYPES.get(options.wire_dtype or "")
+    wire_share = 1.0 if dtype is None else dtype.itemsize / torch.float32.itemsize
+    cuts = FusionPlan.from_cuts(parameters, agreed(_cuts(parameters, profile, table, wire_share)))
+    default = FusionPlan.build(parameters, default_fusion_mb(topology, table.backend))
+    plans = plans_to_try(cuts, default, table, wire_share)
+    chosen = topology if table.group_size is None else topology.with_groups_of(table.group_size)
+    trial = StepTrial(net, images, step, chosen, table, groups, dtype)
+    with _progress("measuring steps", options.budget_s) as progress:
+        times = trial.measure([None, *plans], options.budget_s, progress)
+    ddp_ms, *medians = (statistics.median(ms) for ms in times)
+    best_ms, best = min(zip(medians, plans, strict=True), key=lambda pair: pair[0])
+    found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets), best.algorithm)
+    file = cuts_path(path, parameters)
+    if dist.get_rank() == 0:
+        write_cuts(file, found, f"{type(net).__name__}, {tuple(images.shape)}, {table.made}")
+    names = [f"{len(plan.buckets)} buckets, {table.for_plan(plan).summary()}" for plan in plans]
+    lines = [f"{ms:10.1f} ms  {name}" for ms, name in zip([ddp_ms, *medians], ["ddp", *names], strict=True)]
+    return [
+        f"steps of {type(net).__name__}, medians of {len(times[0])}:",
+        *lines,
+        f"fastest: {names[plans.index(best)]}: {file}",
+        sentence_for(ddp_ms, best_ms, 1e3 * profile.compute_s, names[plans.index(best)]),
+    ]
+
+
+def _cuts(
+    parameters: Sequence[tuple[str, nn.Parameter]], profile: Profile, table: AllReduceTable, wire_share: float
+) -> list[int]:
+    """Bytes of the buckets for gradients that are ready when the profile says."""
     # DDP fills its buckets in the reverse order of registration, which is the ready order but for small changes.
     ready_s = {gradient.name: gradient.ready_s for gradient in profile.gradients}
-    parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     gradients, latest_s = [], 0.0
     for name, parameter in reversed(parameters):
         latest_s = max(latest_s, ready_s[name])
         gradients.append(ReadyGradient(parameter.numel() * parameter.element_size(), latest_s))
     transfer = fit_transfer(table, sum(gradient.num_bytes for gradient in gradients))
-    buckets = merge(gradients, transfer, wire_share)
-    cuts = cuts_path(path, parameters)
-    if dist.get_rank() == 0:
-        made = f"{type(net).__name__}, {tuple(images.shape)}, {table.made}"
-        write_cuts(cuts, [sum(gradient.num_bytes for gradient in bucket) for bucket in buckets], made)
-    step = StepTimes(gradients, profile.backward_s, profile.forward_s + profile.update_s)
-    return [
-        f"buckets: {len(buckets)}, cut where backward has them ready: {cuts}",
-        sentence_for(step, table, buckets, wire_share),
-    ]
+    return [sum(gradient.num_bytes for gradient in bucket) for bucket in merge(gradients, transfer, wire_share)]
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def _started(options: TuneOptions) -> tuple[int, int]:
@@ -169,14 +212,14 @@ def _started(options: TuneOptions) -> tuple[int, int]:
 
 
 @contextmanager
-def _progress(budget_s: float) -> Iterator[Callable[[float], object]]:
+def _progress(what: str, budget_s: float) -> Iterator[Callable[[float], object]]:
     """A bar on rank 0 that fills as the budget is spent."""
     if dist.get_rank() != 0:
         yield lambda share: None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("measuring all-reduce"), BarColumn(), TimeElapsedColumn(), TextColumn(f"of {budget_s:g} s"))
+    columns = (TextColumn(what), BarColumn(), TimeElapsedColumn(), TextColumn(f"of {budget_s:g} s"))
     with Progress(*columns) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda share: bar.update(task, completed=share)

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.merge import cuts_path, read_cuts
+from lightning_fourmin.comm.merge import Cuts, cuts_path, read_cuts
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table
@@ -45,8 +45,8 @@ def choose_table(
 
 def choose_cuts(
     asked: str | Path | None, topology: Topology, parameters: Sequence[tuple[str, nn.Parameter]]
-) -> tuple[int, ...] | None:
-    """Bytes of each bucket that `fourmin tune` found for a module, beside the table; None if it was never asked."""
+) -> Cuts | None:
+    """What `fourmin tune` found for a module, beside the table; None if it was never asked."""
     return _from_rank_0(lambda: read_cuts(cuts_path(_path(asked, topology), parameters)))
 
 

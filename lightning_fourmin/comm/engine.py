@@ -310,3 +310,8 @@ class Engine:
                 bucket.times.done = self.meter.stamp()
             if waited_for:
                 bucket.complete()
+
+
+def all_reduce_hook(engine: Engine, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The hook for DistributedDataParallel, with an engine as its state."""
+    return engine.submit(bucket.buffer(), bucket.index())

@@ -5,7 +5,7 @@ bucket           [ pooled until it passes the threshold ]  [ above it: alone, or
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -35,6 +35,8 @@ class FusionPlan:
     """`bucket_cap_mb_list` for DistributedDataParallel."""
     threshold_bytes: int | None
     """None: cut where measured times of backward say."""
+    algorithm: str | None = None
+    """Measured as the fastest for these buckets; None: the table chooses for each."""
 
     @classmethod
     def build(
@@ -52,7 +54,11 @@ class FusionPlan:
 
     @classmethod
     def from_cuts(
-        cls, parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: Sequence[int], rebuilt: bool = True
+        cls,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        bucket_bytes: Sequence[int],
+        rebuilt: bool = True,
+        algorithm: str | None = None,
     ) -> "FusionPlan":
         """Plans buckets of just these bytes, in ready order, for the dtype with the most bytes."""
         ends = set(accumulate(_ready_sizes(parameters)))
@@ -61,7 +67,7 @@ class FusionPlan:
                 f"buckets of {', '.join(map(str, bucket_bytes))} bytes do not end where gradients of this module end: "
                 "they were made for another one"
             )
-        return cls._with_caps(parameters, list(bucket_bytes), rebuilt, None)
+        return replace(cls._with_caps(parameters, list(bucket_bytes), rebuilt, None), algorithm=algorithm)
 
     @classmethod
     def _with_caps(

@@ -11,12 +11,13 @@ the same model, so the last transfer never ends later than with that rule.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import nn
 
+from lightning_fourmin.comm.algorithms import ALGORITHMS
 from lightning_fourmin.comm.cost import Link
 from lightning_fourmin.files import write_whole
 
@@ -55,14 +56,6 @@ def merge(gradients: Sequence[ReadyGradient], transfer: Link, wire_share: float 
     return buckets
 
 
-def last_done_s(buckets: Sequence[Sequence[ReadyGradient]], transfer_s: Callable[[int], float]) -> float:
-    """When the last bucket is done, if one is under way at a time and takes `transfer_s(bytes)`."""
-    done_s = 0.0
-    for bucket in buckets:
-        done_s = max(done_s, bucket[-1].ready_s) + transfer_s(sum(gradient.num_bytes for gradient in bucket))
-    return done_s
-
-
 def cuts_path(table_path: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -> Path:
     """Where the cuts for a module with such parameters are, beside the table that they were made with.
 
@@ -72,21 +65,33 @@ def cuts_path(table_path: Path, parameters: Sequence[tuple[str, nn.Parameter]]) 
     return table_path.with_suffix(f".{hashlib.sha256(text.encode()).hexdigest()[:12]}.json")
 
 
-def write_cuts(path: Path, bucket_bytes: Sequence[int], made: str) -> None:
-    write_whole(path, json.dumps({"made": made, "bucket_bytes": list(bucket_bytes)}, indent=1) + "\n")
+@dataclass(frozen=True)
+class Cuts:
+    """What was found fastest for a module: bytes of each bucket in ready order, and an algorithm for all of them."""
+
+    bucket_bytes: tuple[int, ...]
+    algorithm: str | None = None
+    """None: the table chooses for each bucket."""
 
 
-def read_cuts(path: Path) -> tuple[int, ...] | None:
-    """Bytes of each bucket in ready order; None if there is no such file."""
+def write_cuts(path: Path, cuts: Cuts, made: str) -> None:
+    write_whole(path, json.dumps({"made": made, **asdict(cuts)}, indent=1) + "\n")
+
+
+def read_cuts(path: Path) -> Cuts | None:
+    """None if there is no such file."""
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text())["bucket_bytes"]
-        if not found or not all(isinstance(n, int) and n > 0 for n in found):
+        found = json.loads(path.read_text())
+        cuts = Cuts(tuple(found["bucket_bytes"]), found.get("algorithm"))
+        if not cuts.bucket_bytes or not all(isinstance(n, int) and n > 0 for n in cuts.bucket_bytes):
             raise ValueError("bucket_bytes must be a list of whole numbers above 0")
-    except (KeyError, TypeError, ValueError) as error:
+        if cuts.algorithm not in (None, *ALGORITHMS):
+            raise ValueError(f"algorithm {cuts.algorithm!r} is not known")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not say where to cut buckets ({type(error).__name__}: {error}): delete it, or run "
             "`fourmin tune` with the model again"
         ) from error
-    return tuple(found)
+    return cuts

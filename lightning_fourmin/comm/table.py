@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_fourmin.comm.algorithms import ALGORITHMS, usable_algorithms
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s, phase_costs
-from lightning_fourmin.comm.fusion import MIB
+from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.files import cache_folder, write_whole
 
@@ -131,6 +131,10 @@ class AllReduceTable:
                 "algorithm='hybrid'"
             )
         return replace(self, rows=tuple(row.only(algorithm) for row in self.rows))
+
+    def for_plan(self, plan: FusionPlan) -> "AllReduceTable":
+        """The table that a plan's buckets go by."""
+        return self if plan.algorithm is None else self.only(plan.algorithm)
 
     @classmethod
     def from_cost_model(cls, topology: Topology, backend: str, links: Links | None = None) -> "AllReduceTable":

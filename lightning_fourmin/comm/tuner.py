@@ -59,6 +59,13 @@ def through(engine: Engine) -> Way:
     return lambda data: engine.submit(data, 0).wait()
 
 
+def agreed(value: V) -> V:
+    """Rank 0's value, on all ranks."""
+    found = [value]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def measure_table(
     topology: Topology,
     groups: ProcessGroups,
@@ -101,9 +108,7 @@ class _Tuner:
         table = self._measure_sizes(topology, chunk_bytes, share)
         if topology is not self._topology:
             table = replace(table, group_size=topology.largest_group)
-        found = [replace(table, fit=str(fit_links(table, topology)), made=_made())]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        return agreed(replace(table, fit=str(fit_links(table, topology)), made=_made()))
 
     def _best_groups(self, until: float) -> Topology:
         topologies = {len(t.groups): t for t in (self._topology, *_other_groups(self._topology))}
@@ -119,7 +124,7 @@ class _Tuner:
             # The best algorithm at each size, and sizes count alike whatever they take.
             best = [min(ms for (n, _), ms in at_size.items() if n == number) for at_size in times]
             scores[number] = statistics.fmean(map(math.log, best))
-        return topologies[self._agreed(_clearly_best(scores, default=len(self._topology.groups)))]
+        return topologies[agreed(_clearly_best(scores, default=len(self._topology.groups)))]
 
     def _best_chunks(self, topology: Topology, until: float) -> int:
         default = _default_table(topology).chunk_bytes
@@ -129,7 +134,7 @@ class _Tuner:
             return default
         name = usable_algorithms(topology)[-1]
         (times,) = self._rounds({chunk: (topology, name, chunk) for chunk in chunks}, sizes[-1:], until)
-        return self._agreed(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default))
+        return agreed(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default))
 
     def _search_sizes(self) -> list[int]:
         return sorted({min(size, self._sizes[-1]) for size in SEARCH_BYTES})
@@ -199,12 +204,7 @@ class _Tuner:
     def _over(self, share: float) -> bool:
         spent = (time.monotonic() - self._start_s) / self._budget_s
         self._progress(min(spent, 1.0))
-        return self._agreed(spent) >= share
-
-    def _agreed(self, value: V) -> V:
-        found = [value]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        return agreed(spent) >= share
 
 
 def _other_groups(topology: Topology) -> list[Topology]:

@@ -1,0 +1,106 @@
+"""Steps with each plan: which plans are tried, that each step does what it says, and that ranks agree."""
+
+from dataclasses import replace
+from datetime import timedelta
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fourmin.comm import trial
+from lightning_fourmin.comm.fusion import FusionPlan
+from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.table import AllReduceTable, Row
+from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.comm.trial import StepTrial, plans_to_try
+from pool import RankPool
+from test_engine import topology
+
+CUTS = [4 * (1 + 8), 4 * (8 + 512 + 64 + 256)]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 8), nn.Linear(8, 1))
+
+
+def plan() -> FusionPlan:
+    return FusionPlan.from_cuts(list(net().named_parameters()), CUTS)
+
+
+def table(*rows: Row) -> AllReduceTable:
+    return AllReduceTable("nodes2x2_groups2x2", "gloo", "cost model", rows)
+
+
+def test_no_plan_is_tried_twice() -> None:
+    small_torus = table(Row(256, {"ring": 2, "torus": 1}), Row(1024, {"ring": 1, "torus": 2}))
+    cuts, everything = plan(), FusionPlan.build(list(net().named_parameters()), 1.0)
+    tried = plans_to_try(cuts, everything, small_torus, 1.0)
+    assert tried == [cuts, replace(cuts, algorithm="ring"), replace(cuts, algorithm="torus"), everything]
+    # With an eighth of the bytes on the wire both buckets are small, as they are for the torus alone.
+    assert plans_to_try(cuts, cuts, small_torus, 0.05) == [cuts, replace(cuts, algorithm="ring")]
+
+
+def steps_with(budget_s: float) -> tuple[list[int], list[Tensor], list[float]]:
+    """How many times each plan has, the gradients of the last step with each, and what progress was told."""
+    where = topology()
+    model, batch = net(), torch.full((2, 4), 1.0 + dist.get_rank())
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    seen: dict[int, Tensor] = {}
+    turns: list[nn.Module] = []
+
+    def step(wrapped: nn.Module, batch: Tensor) -> None:
+        model.zero_grad()
+        wrapped(batch).sum().backward()
+        if wrapped not in turns:
+            turns.append(wrapped)
+        seen[len(turns)] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    chooser = AllReduceTable.from_cost_model(where, "gloo")
+    plans = [None, plan(), *(replace(plan(), algorithm=name) for name in ("ring", "hierarchical"))]
+    groups = ProcessGroups.shared(timedelta(seconds=60))
+    shares: list[float] = []
+    times = StepTrial(model, batch, step, where, chooser, groups, None).measure(plans, budget_s, shares.append)
+    assert all(ms > 0 for some in times for ms in some)
+    return [len(some) for some in times], list(seen.values()), shares
+
+
+def test_every_plan_sums_the_gradients_of_all_ranks(ranks: RankPool) -> None:
+    answers = ranks.run(steps_with, 1e-6, nodes=[2, 1])
+    reference = net()
+    for parameter in reference.parameters():
+        nn.init.constant_(parameter, 0.1)
+    # The mean of the losses of ranks whose batches are 1, 2 and 3.
+    reference(torch.full((2, 4), 2.0)).sum().backward()
+    expected = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None])
+    for counts, gradients, shares in answers:
+        assert counts == [trial.NUM_TIMED] * 4
+        assert len(gradients) == 4
+        for found in gradients:
+            torch.testing.assert_close(found, expected)
+        assert shares[-1] == 1.0
+
+
+def turns_in(budgets_s: tuple[float, ...]) -> int:
+    where = Topology.build([0] * dist.get_world_size())
+    model = net()
+
+    def step(wrapped: nn.Module, batch: Tensor) -> None:
+        wrapped(batch).sum().backward()
+
+    chooser = AllReduceTable.from_cost_model(where, "gloo")
+    groups = ProcessGroups.shared(timedelta(seconds=60))
+    budget_s = budgets_s[dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_fourmin.comm.trial.time", SimpleNamespace(monotonic=count().__next__))
+        (times,) = StepTrial(model, torch.ones(2, 4), step, where, chooser, groups, None).measure([plan()], budget_s)
+    return len(times) // trial.NUM_TIMED
+
+
+def test_ranks_take_as_many_turns_as_rank_0_decides(ranks: RankPool) -> None:
+    """By a clock that counts turns: after four of them the next would be too much for 4.5."""
+    assert ranks.run(turns_in, (4.5, 0.1)) == [4, 4]
+    assert ranks.run(turns_in, (0.1, 4.5)) == [1, 1]
