@@ -217,7 +217,7 @@ def handed_over(
     trainer = rank_trainer(strategy, max_steps=4)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     steps: list[list[Handed]] = [[] for _ in range(4)]
-    real_hook = lightning_fourmin.strategy._all_reduce_hook
+    real_hook = lightning_fourmin.strategy.all_reduce_hook
 
     def recording_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         members = frozenset(name_of[id(parameter)] for parameter in bucket.parameters())
@@ -225,7 +225,7 @@ def handed_over(
         return real_hook(state, bucket)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_fourmin.strategy, "_all_reduce_hook", recording_hook)
+        patch.setattr(lightning_fourmin.strategy, "all_reduce_hook", recording_hook)
         trainer.fit(model, data(*shape))
     assert strategy.fusion_plan is not None
     # Not the order inside a bucket: batch norm hands over its weight before its bias.
