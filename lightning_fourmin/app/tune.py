@@ -31,6 +31,7 @@ from lightning_fourmin.comm.tuner import agreed, measure_table
 from lightning_fourmin.models import MODELS, build_model
 from lightning_fourmin.options import WIRE_DTYPES
 from lightning_fourmin.predict.profile import Profile, measure_profile
+from lightning_fourmin.report.words import plural
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -172,7 +173,7 @@ def _tune_net(
     file = cuts_path(path, parameters)
     if dist.get_rank() == 0:
         write_cuts(file, found, f"{type(net).__name__}, {tuple(images.shape)}, {table.made}")
-    names = [f"{len(plan.buckets)} buckets, {table.for_plan(plan).summary()}" for plan in plans]
+    names = [f"{plural(len(plan.buckets), 'bucket')}, {table.for_plan(plan).summary()}" for plan in plans]
     lines = [f"{ms:10.1f} ms  {name}" for ms, name in zip([ddp_ms, *medians], ["ddp", *names], strict=True)]
     return [
         f"steps of {type(net).__name__}, medians of {len(times[0])}:",

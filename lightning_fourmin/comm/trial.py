@@ -62,10 +62,10 @@ class StepTrial:
     def measure(
         self, plans: Sequence[FusionPlan | None], budget_s: float, progress: Progress = lambda share: None
     ) -> list[list[float]]:
-        """Milliseconds of steps with each plan, None being plain DDP; one turn at least, then as the budget allows."""
+        """Milliseconds of steps with each plan, None being plain DDP; forth and back, then as the budget allows."""
         times: list[list[float]] = [[] for _ in plans]
         start_s, turn, spent = time.monotonic(), 0, 0.0
-        while turn == 0 or agreed(spent * (turn + 1) / turn) <= 1.0:
+        while turn < 2 or agreed(spent * (turn + 1) / turn) <= 1.0:
             order = list(enumerate(plans))
             for i, plan in reversed(order) if turn % 2 else order:
                 times[i] += self._turn(plan)
