@@ -65,8 +65,8 @@ BAD = {
         r"train-0.tar: member bad.cls at offset \d+ is not an integer: invalid literal",
     ),
     "name that terminals obey": (
-        {"__key__": "\x1b[31m\x80bad", "jpg": jpeg(9, 9)},
-        r"train-0.tar: sample \\x1b\[31m\\x80bad at offset \d+ has no field cls",
+        {"__key__": "\x1b[31m\x80\nbad", "jpg": jpeg(9, 9)},
+        r"train-0.tar: sample \\x1b\[31m\\x80\\nbad at offset \d+ has no field cls",
     ),
 }
 

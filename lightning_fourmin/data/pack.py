@@ -110,8 +110,8 @@ def pack(options: PackOptions) -> Index:
         else:
             faults += result
     if faults:
-        shown = "\n  ".join(sorted(faults)[:NUM_FAULTS_SHOWN])
-        raise ShardError(f"{len(faults)} images cannot be read; repair or remove them, then pack again:\n  {shown}")
+        shown = sorted(faults)[:NUM_FAULTS_SHOWN]
+        raise ShardError(f"{len(faults)} images cannot be read; repair or remove them, then pack again:", *shown)
     results = [written[task.number] for task in tasks]
     split = Split(tuple(result.shard for result in results), ImageSizes.merged(result.sizes for result in results))
     index = index.with_split(options.split, split, classes)

@@ -13,9 +13,17 @@ from numpy.typing import NDArray
 class ShardError(RuntimeError):
     """Damaged or unexpected data; the text names shard, member and offset."""
 
-    def __init__(self, text: str) -> None:
-        # Names in a shard may hold what a terminal obeys and a log file refuses.
-        super().__init__("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+    def __init__(self, text: str, *details: str) -> None:
+        """`details` get a line each."""
+        super().__init__(*map(_printable, (text, *details)))
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.args)
+
+
+def _printable(text: str) -> str:
+    """Names in a shard may hold what a terminal obeys and a log file refuses."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
