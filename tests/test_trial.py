@@ -15,7 +15,7 @@ from lightning_fourmin.comm.fusion import FusionPlan
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.trial import StepTrial, plans_to_try
+from lightning_fourmin.comm.trial import StepTrial, ways_to_send
 from pool import RankPool
 from test_engine import topology
 
@@ -34,13 +34,12 @@ def table(*rows: Row) -> AllReduceTable:
     return AllReduceTable("nodes2x2_groups2x2", "gloo", "cost model", rows)
 
 
-def test_no_plan_is_tried_twice() -> None:
+def test_no_way_is_tried_twice() -> None:
     small_torus = table(Row(256, {"ring": 2, "torus": 1}), Row(1024, {"ring": 1, "torus": 2}))
-    cuts, everything = plan(), FusionPlan.build(list(net().named_parameters()), 1.0)
-    tried = plans_to_try(cuts, everything, small_torus, 1.0)
-    assert tried == [cuts, replace(cuts, algorithm="ring"), replace(cuts, algorithm="torus"), everything]
-    # With an eighth of the bytes on the wire both buckets are small, as they are for the torus alone.
-    assert plans_to_try(cuts, cuts, small_torus, 0.05) == [cuts, replace(cuts, algorithm="ring")]
+    ring, torus = (replace(plan(), algorithm=name) for name in ("ring", "torus"))
+    assert ways_to_send(plan(), small_torus, 1.0) == [plan(), ring, torus]
+    # With so little on the wire both buckets are small, as the torus takes them.
+    assert ways_to_send(plan(), small_torus, 0.05) == [plan(), ring]
 
 
 def steps_with(budget_s: float) -> tuple[list[int], list[Tensor], list[float]]:

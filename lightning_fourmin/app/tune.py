@@ -26,7 +26,7 @@ from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, write_cuts
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.trial import StepTrial, plans_to_try
+from lightning_fourmin.comm.trial import StepTrial, ways_to_send
 from lightning_fourmin.comm.tuner import agreed, measure_table
 from lightning_fourmin.models import MODELS, build_model
 from lightning_fourmin.options import WIRE_DTYPES
@@ -160,30 +160,43 @@ def _tune_net(
     profile = measure_profile(net, images, loss, _sgd, before_step=dist.barrier)
     dtype = WIRE_DTYPES.get(options.wire_dtype or "")
     wire_share = 1.0 if dtype is None else dtype.itemsize / torch.float32.itemsize
-    cuts = FusionPlan.from_cuts(parameters, agreed(_cuts(parameters, profile, table, wire_share)))
-    default = FusionPlan.build(parameters, default_fusion_mb(topology, table.backend))
-    plans = plans_to_try(cuts, default, table, wire_share)
     chosen = topology if table.group_size is None else topology.with_groups_of(table.group_size)
     trial = StepTrial(net, images, step, chosen, table, groups, dtype)
-    with _progress("measuring steps", options.budget_s) as progress:
-        times = trial.measure([None, *plans], options.budget_s, progress)
-    ddp_ms, *medians = (statistics.median(ms) for ms in times)
-    best_ms, best = min(zip(medians, plans, strict=True), key=lambda pair: pair[0])
-    found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets), best.algorithm)
+    told: list[str] = []
+
+    def compare(plans: Sequence[FusionPlan | None], what: str) -> list[float]:
+        with _progress(f"measuring steps, {what}", options.budget_s / 2) as progress:
+            times = trial.measure(plans, options.budget_s / 2, progress)
+        medians = [statistics.median(ms) for ms in times]
+        told.append(f"steps, {what} (medians of {len(times[0])}):")
+        told.extend(f"{ms:10.1f} ms  {_said(plan, table)}" for ms, plan in zip(medians, plans, strict=True))
+        return medians
+
+    default = FusionPlan.build(parameters, default_fusion_mb(topology, table.backend))
+    ways = ways_to_send(default, table, wire_share)
+    ddp_ms, *medians = compare([None, *ways], "each all-reduce")
+    best_ms, best = min(zip(medians, ways, strict=True), key=lambda pair: pair[0])
+    cut = agreed(_cut_bytes(parameters, profile, table.for_plan(best), wire_share))
+    cuts = FusionPlan.from_cuts(parameters, cut, algorithm=best.algorithm)
+    if cuts.buckets != best.buckets:
+        medians = compare([best, cuts], "buckets of the default size or cut for this net")
+        best_ms, best = min(zip(medians, [best, cuts], strict=True), key=lambda pair: pair[0])
     file = cuts_path(path, parameters)
     if dist.get_rank() == 0:
+        found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets), best.algorithm)
         write_cuts(file, found, f"{type(net).__name__}, {tuple(images.shape)}, {table.made}")
-    names = [f"{plural(len(plan.buckets), 'bucket')}, {table.for_plan(plan).summary()}" for plan in plans]
-    lines = [f"{ms:10.1f} ms  {name}" for ms, name in zip([ddp_ms, *medians], ["ddp", *names], strict=True)]
     return [
-        f"steps of {type(net).__name__}, medians of {len(times[0])}:",
-        *lines,
-        f"fastest: {names[plans.index(best)]}: {file}",
-        sentence_for(ddp_ms, best_ms, 1e3 * profile.compute_s, names[plans.index(best)]),
+        *told,
+        f"fastest: {_said(best, table)}: {file}",
+        sentence_for(ddp_ms, best_ms, 1e3 * profile.compute_s, _said(best, table)),
     ]
 
 
-def _cuts(
+def _said(plan: FusionPlan | None, table: AllReduceTable) -> str:
+    return "ddp" if plan is None else f"{plural(len(plan.buckets), 'bucket')}, {table.for_plan(plan).summary()}"
+
+
+def _cut_bytes(
     parameters: Sequence[tuple[str, nn.Parameter]], profile: Profile, table: AllReduceTable, wire_share: float
 ) -> list[int]:
     """Bytes of the buckets for gradients that are ready when the profile says."""

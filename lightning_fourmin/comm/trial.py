@@ -32,14 +32,13 @@ Step = Callable[[nn.Module, Tensor], object]
 """Forward, backward and update of a net on a batch."""
 
 
-def plans_to_try(cuts: FusionPlan, default: FusionPlan, table: AllReduceTable, wire_share: float) -> list[FusionPlan]:
-    """The cuts and the default buckets by the table, and the cuts with each single algorithm; none twice."""
-    singles = [replace(cuts, algorithm=name) for name in table.rows[0].milliseconds]
-    different: dict[tuple[tuple[int, str], ...], FusionPlan] = {}
-    for plan in (cuts, *singles, default):
-        by = table.for_plan(plan)
-        sent = tuple((b.num_bytes, by.choose(round(b.num_bytes * wire_share))) for b in plan.buckets)
-        different.setdefault(sent, plan)
+def ways_to_send(plan: FusionPlan, table: AllReduceTable, wire_share: float) -> list[FusionPlan]:
+    """The plan by the table, and with each single algorithm where that is not the same."""
+    different: dict[tuple[str, ...], FusionPlan] = {}
+    for way in (plan, *(replace(plan, algorithm=name) for name in table.rows[0].milliseconds)):
+        by = table.for_plan(way)
+        chosen = tuple(by.choose(round(bucket.num_bytes * wire_share)) for bucket in plan.buckets)
+        different.setdefault(chosen, way)
     return list(different.values())
 
 
