@@ -103,3 +103,26 @@ def test_ranks_take_as_many_turns_as_rank_0_decides(ranks: RankPool) -> None:
     """By a clock that counts turns: after four of them the next would be too much for 4.5."""
     assert ranks.run(turns_in, (4.5, 0.1)) == [4, 4]
     assert ranks.run(turns_in, (0.1, 4.5)) == [2, 2]
+
+
+class Scripted(StepTrial):
+    """Steps of known length, by the algorithm of the plan."""
+
+    def _turn(self, plan: FusionPlan | None) -> list[float]:
+        return [100.0 if plan is None else {"ring": 120.0, "torus": 99.0, "hierarchical": 95.0}[plan.algorithm or ""]]
+
+
+def turns_of_each() -> list[int]:
+    where = topology()
+    chooser = AllReduceTable.from_cost_model(where, "gloo")
+    groups = ProcessGroups.shared(timedelta(seconds=60))
+    plans = [None, *(replace(plan(), algorithm=name) for name in ("ring", "torus", "hierarchical"))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_fourmin.comm.trial.time", SimpleNamespace(monotonic=count().__next__))
+        times = Scripted(net(), torch.ones(2, 4), print, where, chooser, groups, None).measure(plans, 15.5)
+    return [len(ms) for ms in times]
+
+
+def test_only_those_in_reach_of_the_fastest_go_on(ranks: RankPool) -> None:
+    """Two turns of four, then as many of three as fit into 15.5: after 11 the next is expected to end at 14.7."""
+    assert ranks.run(turns_of_each) == [[4, 2, 4, 4]] * 2

@@ -47,9 +47,9 @@ def test_model_is_cut_and_the_next_start_uses_it(ranks: RankPool, tmp_path: Path
     assert "all-reduce table for nodes1x2+1x1_groups1x2+1x1 on gloo (measured, n=" in printed
     assert any(line.startswith("links: inside ") and "off by" in line for line in lines)
     assert f"table: {tmp_path / 'table.csv'}, picture: {tmp_path / 'table.svg'}" in lines
-    start, *others = (i for i, line in enumerate(lines) if re.match(r"steps, .* \(medians of \d+\):", line))
-    assert lines[start + 1].endswith("ms  ddp")
-    tried = [line.partition(" ms  ")[::2] for line in lines[(others or [start + 1])[-1] + 1 : -2]]
+    start, *others = (i for i, line in enumerate(lines) if re.match("steps, .*:", line))
+    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  ddp", lines[start + 1])
+    tried = [re.split(r" ms  n=\d+  ", line) for line in lines[(others or [start + 1])[-1] + 1 : -2]]
     _, fastest = min((float(ms), how) for ms, how in tried)
     assert lines[-2] == f"fastest: {fastest}: {cuts}"
     assert lines[-1].startswith("Will it help you? ")

@@ -91,8 +91,8 @@ def test_search_tries_groups_and_chunks(ranks: RankPool) -> None:
 
 
 def test_default_stays_where_nothing_is_clearly_better() -> None:
-    assert tuner._clearly_best({2: 1.0, 4: 0.99}, default=2) == 2
-    assert tuner._clearly_best({2: 1.0, 4: 0.9}, default=2) == 4
+    assert tuner._clearly_best({2: 1.0, 4: 0.9}, default=2) == 2
+    assert tuner._clearly_best({2: 1.0, 4: 0.7}, default=2) == 4
     assert tuner._clearly_best({2: 1.0, 4: 1.5}, default=2) == 2
 
 

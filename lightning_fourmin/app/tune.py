@@ -165,11 +165,12 @@ def _tune_net(
     told: list[str] = []
 
     def compare(plans: Sequence[FusionPlan | None], what: str) -> list[float]:
-        with _progress(f"measuring steps, {what}", options.budget_s / 2) as progress:
-            times = trial.measure(plans, options.budget_s / 2, progress)
+        with _progress(f"measuring steps, {what}", options.budget_s) as progress:
+            times = trial.measure(plans, options.budget_s, progress)
         medians = [statistics.median(ms) for ms in times]
-        told.append(f"steps, {what} (medians of {len(times[0])}):")
-        told.extend(f"{ms:10.1f} ms  {_said(plan, table)}" for ms, plan in zip(medians, plans, strict=True))
+        told.append(f"steps, {what}:")
+        for median, ms, plan in zip(medians, times, plans, strict=True):
+            told.append(f"{median:10.1f} ms  n={len(ms)}  {_said(plan, table)}")
         return medians
 
     default = FusionPlan.build(parameters, default_fusion_mb(topology, table.backend))

@@ -4,10 +4,12 @@ An all-reduce that is timed alone does not tell. In a step buckets follow each o
 the latency, and sending takes its share of the cores from computing.
 
     turn 1   ddp | plan 1 | plan 2 | plan 3        each: two steps to warm up, three that count
-    turn 2   plan 3 | plan 2 | plan 1 | ddp        ...
+    turn 2   plan 3 | plan 2 | plan 1 | ddp
+    turn 3   plan 1 | plan 3                       those that may still be the fastest, until the budget is spent
 """
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -27,6 +29,8 @@ from lightning_fourmin.comm.tuner import Progress, agreed, timed_ms
 
 NUM_WARMUP, NUM_TIMED = 2, 3
 """Steps: DDP cuts its buckets anew after the first one."""
+IN_REACH = 1.1
+"""Of the time of the fastest: a plan that takes more is not tried a third time."""
 
 Step = Callable[[nn.Module, Tensor], object]
 """Forward, backward and update of a net on a batch."""
@@ -63,14 +67,18 @@ class StepTrial:
     ) -> list[list[float]]:
         """Milliseconds of steps with each plan, None being plain DDP; forth and back, then as the budget allows."""
         times: list[list[float]] = [[] for _ in plans]
+        order = list(range(len(plans)))
         start_s, turn, spent = time.monotonic(), 0, 0.0
         while turn < 2 or agreed(spent * (turn + 1) / turn) <= 1.0:
-            order = list(enumerate(plans))
-            for i, plan in reversed(order) if turn % 2 else order:
-                times[i] += self._turn(plan)
+            for i in order:
+                times[i] += self._turn(plans[i])
                 spent = (time.monotonic() - start_s) / budget_s
                 progress(min(spent, 1.0))
             turn += 1
+            order.reverse()
+            if turn == 2:
+                medians = [statistics.median(ms) for ms in times]
+                order = [i for i in order if medians[i] <= IN_REACH * min(medians)]
         progress(1.0)
         return times
 
