@@ -2,8 +2,7 @@
 
 import inspect
 import os
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -13,25 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.launch import RankError, run_ranks
+from lightning_fourmin.app.net_tuner import NetTuner
 from lightning_fourmin.app.verb import give_up, run
-from lightning_fourmin.comm.advice import sentence_for, sentence_without_model
+from lightning_fourmin.comm.advice import sentence_without_model
 from lightning_fourmin.comm.curves import draw
-from lightning_fourmin.comm.fit import fit_transfer
-from lightning_fourmin.comm.fusion import MIB, FusionPlan
+from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, write_cuts
-from lightning_fourmin.comm.table import AllReduceTable, cached_table_path, default_fusion_mb
+from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.trial import StepTrial, ways_to_send
-from lightning_fourmin.comm.tuner import agreed, measure_table
+from lightning_fourmin.comm.tuner import measure_table
 from lightning_fourmin.models import MODELS, build_model
 from lightning_fourmin.options import WIRE_DTYPES
-from lightning_fourmin.predict.profile import Profile, measure_profile
-from lightning_fourmin.report.words import plural
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -127,92 +122,15 @@ def tune(
     if net is None:
         told.append(sentence_without_model(table))
     else:
-        told += _tune_net(net.to(device), options, topology, table, groups, path)
+        images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
+        labels = torch.arange(options.batch_size, device=device) % options.num_classes
+        chosen = topology if table.group_size is None else topology.with_groups_of(table.group_size)
+        wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
+        tuner = NetTuner(net.to(device), images, labels, chosen, table, groups, wire_dtype)
+        told += tuner.tune(path, lambda what: _progress(what, options.budget_s), options.budget_s)
     if dist.get_rank() == 0:
         print("\n".join(told), flush=True)
     return table, told
-
-
-def _tune_net(
-    net: nn.Module,
-    options: TuneOptions,
-    topology: Topology,
-    table: AllReduceTable,
-    groups: ProcessGroups,
-    path: Path,
-) -> list[str]:
-    """Finds buckets and algorithm for a net, writes them beside the table at `path` and tells what they gain."""
-    parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    device = parameters[0][1].device
-    images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
-    labels = torch.arange(options.batch_size, device=device) % options.num_classes
-    optimizer = _sgd([parameter for _, parameter in parameters])
-
-    def loss(scores: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(scores, labels)
-
-    def step(wrapped: nn.Module, images: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(wrapped(images)).backward()
-        optimizer.step()
-
-    # Ranks measure at the same time, as they will train.
-    profile = measure_profile(net, images, loss, _sgd, before_step=dist.barrier)
-    dtype = WIRE_DTYPES.get(options.wire_dtype or "")
-    wire_share = 1.0 if dtype is None else dtype.itemsize / torch.float32.itemsize
-    chosen = topology if table.group_size is None else topology.with_groups_of(table.group_size)
-    trial = StepTrial(net, images, step, chosen, table, groups, dtype)
-    told: list[str] = []
-
-    def compare(plans: Sequence[FusionPlan | None], what: str) -> list[float]:
-        with _progress(f"measuring steps, {what}", options.budget_s) as progress:
-            times = trial.measure(plans, options.budget_s, progress)
-        medians = [statistics.median(ms) for ms in times]
-        told.append(f"steps, {what}:")
-        for median, ms, plan in zip(medians, times, plans, strict=True):
-            told.append(f"{median:10.1f} ms  n={len(ms)}  {_said(plan, table)}")
-        return medians
-
-    default = FusionPlan.build(parameters, default_fusion_mb(topology, table.backend))
-    ways = ways_to_send(default, table, wire_share)
-    ddp_ms, *medians = compare([None, *ways], "each all-reduce")
-    best_ms, best = min(zip(medians, ways, strict=True), key=lambda pair: pair[0])
-    cut = agreed(_cut_bytes(parameters, profile, table.for_plan(best), wire_share))
-    cuts = FusionPlan.from_cuts(parameters, cut, algorithm=best.algorithm)
-    if cuts.buckets != best.buckets:
-        medians = compare([best, cuts], "buckets of the default size or cut for this net")
-        best_ms, best = min(zip(medians, [best, cuts], strict=True), key=lambda pair: pair[0])
-    file = cuts_path(path, parameters)
-    if dist.get_rank() == 0:
-        found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets), best.algorithm)
-        write_cuts(file, found, f"{type(net).__name__}, {tuple(images.shape)}, {table.made}")
-    return [
-        *told,
-        f"fastest: {_said(best, table)}: {file}",
-        sentence_for(ddp_ms, best_ms, 1e3 * profile.compute_s, _said(best, table)),
-    ]
-
-
-def _said(plan: FusionPlan | None, table: AllReduceTable) -> str:
-    return "ddp" if plan is None else f"{plural(len(plan.buckets), 'bucket')}, {table.for_plan(plan).summary()}"
-
-
-def _cut_bytes(
-    parameters: Sequence[tuple[str, nn.Parameter]], profile: Profile, table: AllReduceTable, wire_share: float
-) -> list[int]:
-    """Bytes of the buckets for gradients that are ready when the profile says."""
-    # DDP fills its buckets in the reverse order of registration, which is the ready order but for small changes.
-    ready_s = {gradient.name: gradient.ready_s for gradient in profile.gradients}
-    gradients, latest_s = [], 0.0
-    for name, parameter in reversed(parameters):
-        latest_s = max(latest_s, ready_s[name])
-        gradients.append(ReadyGradient(parameter.numel() * parameter.element_size(), latest_s))
-    transfer = fit_transfer(table, sum(gradient.num_bytes for gradient in gradients))
-    return [sum(gradient.num_bytes for gradient in bucket) for bucket in merge(gradients, transfer, wire_share)]
-
-
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def _started(options: TuneOptions) -> tuple[int, int]:

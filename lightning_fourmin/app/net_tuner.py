@@ -1,0 +1,111 @@
+"""`fourmin tune model=...`: which all-reduce and which buckets a net trains fastest with, found by steps of it."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fourmin.comm.advice import sentence_for
+from lightning_fourmin.comm.fit import fit_transfer
+from lightning_fourmin.comm.fusion import FusionPlan
+from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, write_cuts
+from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
+from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.comm.trial import StepTrial, ways_to_send
+from lightning_fourmin.comm.tuner import Progress, agreed
+from lightning_fourmin.predict.profile import Profile, measure_profile
+from lightning_fourmin.report.words import plural
+
+Bar = Callable[[str], AbstractContextManager[Progress]]
+"""Shows progress of what it is told."""
+
+
+@dataclass(frozen=True)
+class NetTuner:
+    """Tunes for one net on one batch; every method is a collective call."""
+
+    net: nn.Module
+    """Trained while it is measured."""
+    images: Tensor
+    labels: Tensor
+    topology: Topology
+    table: AllReduceTable
+    groups: ProcessGroups
+    wire_dtype: torch.dtype | None
+
+    def tune(self, table_path: Path, bar: Bar, budget_s: float) -> list[str]:
+        """Writes what is fastest beside the table and tells what it gains; each of two trials may take the budget."""
+        parameters = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+        wire_share = 1.0 if self.wire_dtype is None else self.wire_dtype.itemsize / torch.float32.itemsize
+        # Ranks measure at the same time, as they will train.
+        profile = measure_profile(self.net, self.images, self._loss, _sgd, before_step=dist.barrier)
+        optimizer = _sgd([parameter for _, parameter in parameters])
+
+        def step(wrapped: nn.Module, images: Tensor) -> None:
+            optimizer.zero_grad()
+            self._loss(wrapped(images)).backward()
+            optimizer.step()
+
+        trial = StepTrial(self.net, self.images, step, self.topology, self.table, self.groups, self.wire_dtype)
+        told: list[str] = []
+
+        def compare(what: str, plans: Sequence[FusionPlan | None]) -> list[float]:
+            with bar(f"measuring steps, {what}") as progress:
+                times = trial.measure(plans, budget_s, progress)
+            medians = [statistics.median(ms) for ms in times]
+            told.append(f"steps, {what}:")
+            for median, ms, plan in zip(medians, times, plans, strict=True):
+                told.append(f"{median:10.1f} ms  n={len(ms)}  {self._said(plan)}")
+            return medians
+
+        default = FusionPlan.build(parameters, default_fusion_mb(self.topology, self.table.backend))
+        ways = ways_to_send(default, self.table, wire_share)
+        ddp_ms, *medians = compare("each all-reduce", [None, *ways])
+        best_ms, best = _least(medians, ways)
+        cut_bytes = agreed(_cut(parameters, profile, self.table.for_plan(best), wire_share))
+        cuts = FusionPlan.from_cuts(parameters, cut_bytes, algorithm=best.algorithm)
+        if cuts.buckets != best.buckets:
+            both = [best, cuts]
+            best_ms, best = _least(compare("buckets of the default size or cut for this net", both), both)
+        path = cuts_path(table_path, parameters)
+        if dist.get_rank() == 0:
+            found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets), best.algorithm)
+            write_cuts(path, found, f"{type(self.net).__name__}, {tuple(self.images.shape)}, {self.table.made}")
+        gain = sentence_for(ddp_ms, best_ms, 1e3 * profile.compute_s, self._said(best))
+        return [*told, f"fastest: {self._said(best)}: {path}", gain]
+
+    def _loss(self, scores: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scores, self.labels)
+
+    def _said(self, plan: FusionPlan | None) -> str:
+        return (
+            "ddp" if plan is None else f"{plural(len(plan.buckets), 'bucket')}, {self.table.for_plan(plan).summary()}"
+        )
+
+
+def _least(medians: Sequence[float], plans: Sequence[FusionPlan]) -> tuple[float, FusionPlan]:
+    return min(zip(medians, plans, strict=True), key=lambda pair: pair[0])
+
+
+def _cut(
+    parameters: Sequence[tuple[str, nn.Parameter]], profile: Profile, table: AllReduceTable, wire_share: float
+) -> list[int]:
+    """Bytes of the buckets for gradients that are ready when the profile says."""
+    # DDP fills its buckets in the reverse order of registration, which is the ready order but for small changes.
+    ready_s = {gradient.name: gradient.ready_s for gradient in profile.gradients}
+    gradients, latest_s = [], 0.0
+    for name, parameter in reversed(parameters):
+        latest_s = max(latest_s, ready_s[name])
+        gradients.append(ReadyGradient(parameter.numel() * parameter.element_size(), latest_s))
+    transfer = fit_transfer(table, sum(gradient.num_bytes for gradient in gradients))
+    return [sum(gradient.num_bytes for gradient in bucket) for bucket in merge(gradients, transfer, wire_share)]
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
