@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import hypothesis
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from lightning_fourmin.app import main
 from pool import RankPool
 from ranks import WARNING_EXCEPTIONS, restore_loaders
+
+# A busy machine may take its time.
+hypothesis.settings.register_profile("fourmin", deadline=None)
+hypothesis.settings.load_profile("fourmin")
 
 
 def pytest_configure(config: pytest.Config) -> None:

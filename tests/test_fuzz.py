@@ -28,7 +28,6 @@ from shards import jpeg
 
 FUZZ = settings(
     max_examples=int(os.environ.get("FUZZ_CASES", 150)),
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize="FUZZ_CASES" not in os.environ,
 )

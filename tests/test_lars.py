@@ -147,7 +147,7 @@ def test_fused_kernel_runs_where_it_is_right(
     assert sum(calls) in (0, sum(parameter.requires_grad for parameter in module.parameters()))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=4),
     zero=st.sampled_from(["", "weights", "gradient", "both"]),

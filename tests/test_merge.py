@@ -95,7 +95,7 @@ def merged_by_the_rule(ready: list[ReadyGradient]) -> list[list[ReadyGradient]]:
     return buckets
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 3)), min_size=1, max_size=9))
 def test_no_other_cut_ends_earlier(steps: list[tuple[int, float]]) -> None:
     times = accumulate(after_s for _, after_s in steps)

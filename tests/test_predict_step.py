@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fourmin.comm.cost import Link, Links, all_reduce_s, phase_costs
@@ -170,7 +170,6 @@ def simulated(made: Profile, topology: Topology, given_links: Links, algorithm: 
     return simulate(made, plan)
 
 
-@settings(deadline=None)
 @given(PROFILES, TOPOLOGIES, LINKS, st.sampled_from(ALGORITHMS), st.floats(1, 100), st.floats(1, 100))
 def test_faster_links_are_never_slower(
     made: Profile, topology: Topology, slow: Links, algorithm: str, faster: float, sooner: float
@@ -189,7 +188,6 @@ def test_faster_links_are_never_slower(
         assert simulated(made, topology, fast, algorithm).step_s <= before_s * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(PROFILES, TOPOLOGIES, LINKS, st.sampled_from(ALGORITHMS), st.sampled_from([2, 4]))
 def test_lower_bounds_and_bookkeeping(
     made: Profile, topology: Topology, given_links: Links, algorithm: str, itemsize: int
@@ -210,7 +208,6 @@ def test_lower_bounds_and_bookkeeping(
     assert carried == (n if p > 1 else 0)
 
 
-@settings(deadline=None)
 @given(PROFILES, LINKS, st.sampled_from(ALGORITHMS))
 def test_one_rank_does_not_communicate(made: Profile, given_links: Links, algorithm: str) -> None:
     step = simulated(made, nodes(1, 1), given_links, algorithm)

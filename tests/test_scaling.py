@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fourmin.comm.scaling import Scales, scales
@@ -40,7 +40,6 @@ def test_phases_make_the_mean(
     assert product(factors) == pytest.approx(1 / topology.world_size, rel=1e-12)
 
 
-@settings(deadline=None)
 @given(
     node_of=st.lists(st.integers(0, 4), min_size=1, max_size=20),
     group_size=st.none() | st.integers(1, 20),

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
@@ -186,7 +186,6 @@ def test_tie_goes_to_the_simplest() -> None:
     assert table((1024, {"ring": 1.0, "hierarchical": 1.0, "torus": 1.0})).choose(1024) == "ring"
 
 
-@settings(deadline=None)
 @given(
     times=st.lists(st.tuples(*[st.floats(0.001, 1000)] * 3), min_size=1, max_size=6),
     num_bytes=st.integers(1, 1 << 34),

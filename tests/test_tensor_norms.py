@@ -13,7 +13,7 @@ def exact(tensor: Tensor) -> float:
     return float(tensor.double().pow(2).sum().sqrt())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     size=st.sampled_from([0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 77]),
     offset=st.integers(0, 3),

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fourmin.comm.topology import Topology
@@ -102,7 +102,6 @@ def test_no_ranks() -> None:
         Topology.build([])
 
 
-@settings(deadline=None)
 @given(
     node_of=st.lists(st.integers(0, 5), min_size=1, max_size=24),
     group_size=st.none() | st.integers(1, 26),
