@@ -58,12 +58,14 @@ class Run:
         return found
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """While the script runs."""
+        """While the script runs, or as the last that it does."""
         deadline = time.monotonic() + TIMEOUT_S
+        ended = False
         while not condition():
-            assert self.process.poll() is None, self.output
+            assert not ended, self.output
             assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
+            ended = self.process.poll() is not None
 
     def left(self) -> list[int]:
         """Those that still run a while after the script has ended: multiprocessing's helpers take a moment."""
