@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fourmin import FourMinStrategy, ScalingMonitor
 from lightning_fourmin.callbacks.scaling_monitor import ScalingSummary, _Step, summarize
+from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.meter import BucketTimes, Communication, TakenTimes
 from parity import Net, images
 from pool import RankPool
@@ -218,14 +219,16 @@ class Words(Regression):
 
 def fit_words() -> str:
     trainer = rank_trainer(FourMinStrategy(), max_steps=1, callbacks=[ScalingMonitor()])
-    with pytest.raises(ValueError, match="ScalingMonitor") as raised:
+    # A rank that is still in its step when another fails learns it from there.
+    with pytest.raises((ValueError, LostRankError), match="ScalingMonitor") as raised:
         trainer.fit(Words(nn.Linear(2, 1)), DataLoader(["one", "two", "three", "four"], 2))
     assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
     return str(raised.value)
 
 
 def test_batch_without_a_tensor_is_refused(ranks: RankPool) -> None:
-    assert ranks.run(fit_words)[0].startswith("ScalingMonitor cannot tell how many samples a batch of type list has:")
+    for error in ranks.run(fit_words):
+        assert "ScalingMonitor cannot tell how many samples a batch of type list has:" in error
 
 
 def fit_with_own_hook() -> Any:
