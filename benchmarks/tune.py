@@ -106,7 +106,7 @@ def main() -> None:
         rows = table(HEADER, [row(s, data[s.name]) for s in measured])
         text = (
             f"Steps of the net {NET} through the Trainer, FP32 on the wire. Tuned: table, groups, chunks, buckets\n"
-            f"and their algorithm from `fourmin tune` ({arguments.budget:g} s for the table, as many for steps).\n"
+            f"and their algorithm from `fourmin tune` ({arguments.budget:g} s for the table and each trial).\n"
             "Single algorithms have the default buckets; fixed thresholds have the tuned table and algorithm, and the\n"
             f"best is of those tried.\n\n{rows}\n\nWhat the tuner said:\n\n{told}"
         )

@@ -18,6 +18,7 @@ from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.app.tune import TIMEOUT, TuneOptions, tune
 from lightning_fourmin.comm.merge import cuts_path, read_cuts
 from lightning_fourmin.comm.table import readable
+from lightning_fourmin.comm.tuner import agreed
 
 THRESHOLDS_MB = (0.5, 1, 4, 16)
 
@@ -39,9 +40,7 @@ def main() -> None:
     make, side, batch_size = NETS[arguments.net]
     with tempfile.TemporaryDirectory(prefix="fourmin-tune-") as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # `default` finds no table there
-        paths = [Path(folder) / "tuned" / "table.csv"]
-        dist.broadcast_object_list(paths, src=0)  # rank 0's folder; only rank 0 reads from it
-        path = paths[0]
+        path = agreed(Path(folder) / "tuned" / "table.csv")  # rank 0's folder; only rank 0 reads from it
         largest_mb = sum(p.numel() * 4 for p in make().parameters()) / 2**20
         options = TuneOptions(
             budget_s=arguments.budget,
@@ -53,9 +52,7 @@ def main() -> None:
         )
         net = make()
         table, told = tune(options, int(os.environ["NODE_RANK"]), torch.device("cpu"), net)
-        found = [read_cuts(cuts_path(path, list(net.named_parameters())))]
-        dist.broadcast_object_list(found, src=0)
-        cuts = found[0]
+        cuts = agreed(read_cuts(cuts_path(path, list(net.named_parameters()))))
         assert cuts is not None
         VARIANTS["default"] = FourMinStrategy
         for name in ("ring", "hierarchical", "torus"):

@@ -22,7 +22,7 @@ from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
 from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.choice import choose_cuts, choose_table
 from lightning_fourmin.comm.engine import Engine, all_reduce_hook
-from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_sparse_gradients
+from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_sparse_gradients, wire_bytes
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
@@ -185,13 +185,13 @@ class FourMinStrategy(ResilientDDPStrategy):
             rank_zero_info("fourmin: your ddp_comm_hook is used; fusion and hybrid all-reduce stay out of its way")
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
             return
-        groups, bytes_a_step = ProcessGroups.shared(self._timeout), self._wire_bytes_a_step(self.model)
+        groups, bytes_a_step = ProcessGroups.shared(self._timeout), wire_bytes(self.model, self.wire_dtype)
         if self._options.trace:
             self._trace = Trace(self.global_rank, self.world_size)
             self._trace.align(self.root_device)
         table = self._choose_table(groups, bytes_a_step)
         self._engine = Engine(
-            self.topology if table.group_size is None else self.topology.with_groups_of(table.group_size),
+            table.groups_of(self.topology),
             table,
             groups,
             self.root_device,
@@ -208,10 +208,6 @@ class FourMinStrategy(ResilientDDPStrategy):
     def end_waits(self, error: LostRankError) -> None:
         if self._engine is not None:
             self._engine.fail(error)
-
-    def _wire_bytes_a_step(self, model: nn.Module) -> int:
-        gradients = [p for p in model.parameters() if p.requires_grad]
-        return sum(p.numel() * (self.wire_dtype or p.dtype).itemsize for p in gradients)
 
     def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
         options = self._options

@@ -124,9 +124,8 @@ def tune(
     else:
         images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
         labels = torch.arange(options.batch_size, device=device) % options.num_classes
-        chosen = topology if table.group_size is None else topology.with_groups_of(table.group_size)
         wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
-        tuner = NetTuner(net.to(device), images, labels, chosen, table, groups, wire_dtype)
+        tuner = NetTuner(net.to(device), images, labels, table.groups_of(topology), table, groups, wire_dtype)
         told += tuner.tune(path, lambda what: _progress(what, options.budget_s), options.budget_s)
     if dist.get_rank() == 0:
         print("\n".join(told), flush=True)

@@ -16,7 +16,7 @@ from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.merge import Cuts, cuts_path, read_cuts
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.tuner import measure_table
+from lightning_fourmin.comm.tuner import agreed, measure_table
 
 AUTO_BUDGET_S = 5.0
 T = TypeVar("T")
@@ -52,16 +52,16 @@ def choose_cuts(
 
 def _from_rank_0(read: Callable[[], T]) -> T:
     """What rank 0 reads, on all ranks, or its error."""
-    found: list[T | ValueError | None] = [None]
+    found: T | ValueError | None = None
     if dist.get_rank() == 0:
         try:
-            found = [read()]
+            found = read()
         except ValueError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], ValueError):
-        raise found[0]
-    return cast(T, found[0])
+            found = error
+    found = agreed(found)
+    if isinstance(found, ValueError):
+        raise found
+    return cast(T, found)
 
 
 def _path(asked: str | Path | None, topology: Topology) -> Path:

@@ -104,6 +104,11 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
+def wire_bytes(module: nn.Module, wire_dtype: torch.dtype | None) -> int:
+    """What a step puts on the wire; None: gradients go in their own dtype."""
+    return sum(p.numel() * (wire_dtype or p.dtype).itemsize for p in module.parameters() if p.requires_grad)
+
+
 def _num_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 

@@ -132,6 +132,10 @@ class AllReduceTable:
             )
         return replace(self, rows=tuple(row.only(algorithm) for row in self.rows))
 
+    def groups_of(self, topology: Topology) -> Topology:
+        """The ranks in the groups that the table was measured with."""
+        return topology if self.group_size is None else topology.with_groups_of(self.group_size)
+
     def for_plan(self, plan: FusionPlan) -> "AllReduceTable":
         """The table that a plan's buckets go by."""
         return self if plan.algorithm is None else self.only(plan.algorithm)
@@ -205,8 +209,8 @@ class AllReduceTable:
             raise ValueError(
                 f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"
             ) from error
-        if any_groups and table.group_size is not None:
-            topology = topology.with_groups_of(table.group_size)
+        if any_groups:
+            topology = table.groups_of(topology)
         for name, here in (("topology_key", topology.key), ("backend", backend)):
             there = getattr(table, name)
             if there != here:

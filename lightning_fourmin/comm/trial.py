@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fourmin.comm.engine import Engine, all_reduce_hook
-from lightning_fourmin.comm.fusion import FusionPlan
+from lightning_fourmin.comm.fusion import FusionPlan, wire_bytes
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
@@ -110,12 +110,11 @@ class StepTrial:
             engine.raise_error()
 
     def _engine(self, plan: FusionPlan) -> Engine:
-        gradients = [p for p in self._net.parameters() if p.requires_grad]
         return Engine(
             self._topology,
             self._table.for_plan(plan),
             self._groups,
             self._batch.device,
             self._wire_dtype,
-            shared_bytes=sum(p.numel() * (self._wire_dtype or p.dtype).itemsize for p in gradients),
+            shared_bytes=wire_bytes(self._net, self._wire_dtype),
         )
