@@ -157,6 +157,8 @@ class Schedule(ABC):
 
     def plan(self, lr: float, batch: GlobalBatch | None, steps_per_epoch: float, total_steps: int) -> RatePlan:
         """The rates of a run; `lr` is the optimizer's, `steps_per_epoch` is infinite if epochs have no length."""
+        if lr <= 0:
+            raise ValueError(f"the optimizer's lr={lr:g} must be above 0: the schedule multiplies it")
         peak_lr = lr
         if self.base_batch is not None:
             if batch is None:

@@ -279,6 +279,16 @@ def test_digits_are_written_once() -> None:
     assert not list(folder.parent.glob(".digits-*"))
 
 
+def test_digits_need_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(
+        ShardError, match=r"scikit-learn, which is not installed .*: pip install 'lightning-fourmin\[demo"
+    ):
+        digits_folder()
+    assert not list((tmp_path / "lightning_fourmin").iterdir())
+
+
 def test_waiting_and_skipped_samples_are_logged(path: str, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     training = trainer(logger=logger, log_every_n_steps=2, max_epochs=1)

@@ -15,10 +15,12 @@ import pytest
 from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
+from lightning_fourmin.data import pack as pack_file
 from lightning_fourmin.data.index import read_index
 from lightning_fourmin.data.pack import PackOptions, pack
 from lightning_fourmin.data.sample import ShardError
 from shards import jpeg
+from test_launchers import running
 
 CLASSES = ("cat", "dog", "owl")
 NUM_A_CLASS = 14
@@ -145,6 +147,44 @@ def test_splits_share_a_folder_and_its_classes(images: Path, tmp_path: Path) -> 
         pack(PackOptions(val.parent, tmp_path, split="test"))
 
 
+def test_splits_packed_at_the_same_time(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another pack adds its split while this one writes shards."""
+    others = tmp_path / "others"
+    (others / "owl").mkdir(parents=True)
+    (others / "owl" / "1.jpg").write_bytes(jpeg(8, 8))
+    written = pack_file.run_tasks
+
+    def meanwhile(split: str, src: Path) -> Any:
+        def run_tasks(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(pack_file, "run_tasks", written)
+            pack(PackOptions(src, tmp_path / "out", split=split))
+            return written(*args, **kwargs)
+
+        return run_tasks
+
+    monkeypatch.setattr(pack_file, "run_tasks", meanwhile("val", images))
+    packed(images, tmp_path / "out")
+    assert sorted(read_index(str(tmp_path / "out")).splits) == ["train", "val"]
+    monkeypatch.setattr(pack_file, "run_tasks", meanwhile("more", images))
+    pack(PackOptions(others, tmp_path / "out", split="other"))
+    assert sorted(read_index(str(tmp_path / "out")).splits) == ["more", "other", "train", "val"]
+    # Without an index each would count classes of its own.
+    (tmp_path / "out" / "index.json").unlink()
+    monkeypatch.setattr(pack_file, "run_tasks", meanwhile("first", images))
+    with pytest.raises(
+        ShardError, match="has got other classes since this pack began: remove the shards of split 'sec"
+    ):
+        pack(PackOptions(others, tmp_path / "out", split="second"))
+
+
+def test_a_split_whose_name_begins_like_another(images: Path, tmp_path: Path) -> None:
+    packed(images, tmp_path, split="train-extra")
+    (tmp_path / ".train-extra-000001.tar.part").touch()
+    packed(images, tmp_path)
+    assert sorted(read_index(str(tmp_path)).splits) == ["train", "train-extra"]
+    assert (tmp_path / ".train-extra-000001.tar.part").exists()
+
+
 KILLED = """
 import sys
 from pathlib import Path
@@ -186,6 +226,13 @@ def test_killed_it_goes_on_and_leaves_no_process(tmp_path: Path) -> None:
     assert not (out / "index.json").exists()
     assert 3 <= len(written) < 40
     options = {"shard_count": 40, "resize": 24}
+    command = ["-m", "lightning_fourmin.app", "pack", f"src={src}", f"out={out}", "shard_count=40", "resize=24"]
+    with running(command, tmp_path) as run:
+        run.wait_until(lambda: len(list(out.glob(".pack-train/*.json"))) > len(written))
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(30) == 130, run.output
+        assert run.left() == []
+        assert "Traceback" not in run.output
     files = packed(src, out, **options)
     assert {number: (out / f"train-{number}.tar").stat().st_mtime_ns for number in written} == before
     assert files == packed(src, tmp_path / "at once", **options)

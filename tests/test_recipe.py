@@ -125,3 +125,5 @@ def test_what_a_plan_needs_to_know() -> None:
         PolySchedule(base_batch=256).plan(0.1, None, 10, 100)
     with pytest.raises(ValueError, match=r"warmup_epochs=5, but the train loader .* give warmup_steps instead"):
         PolySchedule(warmup_epochs=5).plan(0.1, None, math.inf, 100)
+    with pytest.raises(ValueError, match="the optimizer's lr=0 must be above 0"):
+        PolySchedule().plan(0.0, None, 10, 100)

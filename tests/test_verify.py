@@ -157,6 +157,18 @@ def test_index_of_existing_shards(tmp_path: Path) -> None:
         check(tmp_path, index=True)
 
 
+def test_index_of_shards_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of shards in a folder that cannot be written to."""
+    (tmp_path / "shards").mkdir()
+    write_numbers(tmp_path / "shards", [4, 3])
+    (tmp_path / "shards" / "index.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert check("shards", index=True, out=tmp_path / "indexes").faults == ()
+    assert [path.name for path in (tmp_path / "shards").iterdir() if path.suffix != ".tar"] == []
+    monkeypatch.chdir("/")
+    assert check(tmp_path / "indexes").faults == ()
+
+
 def test_no_index_of_damaged_shards(tmp_path: Path) -> None:
     write_images(tmp_path, image_samples(), image_samples(NUM_SAMPLES), image_samples(20))
     (tmp_path / "index.json").unlink()

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from lightning_fourmin.data.index import ImageSizes, Index, Split
+from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.writer import write_shard
 from lightning_fourmin.files import cache_folder
 
@@ -39,8 +40,13 @@ def digits_folder() -> Path:
 
 
 def _write(folder: Path) -> None:
-    from sklearn.datasets import load_digits
-
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ShardError(
+            f"the demo data comes from scikit-learn, which is not installed ({error}): pip install "
+            "'lightning-fourmin[demo]', or train with data of your own (`fourmin pack`)"
+        ) from error
     images, labels = load_digits(return_X_y=True)
     pixels = np.round(images * (255 / 16)).astype(np.uint8).reshape(-1, NUM_SIDE, NUM_SIDE)
     samples = [

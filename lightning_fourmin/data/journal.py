@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Journal:
             for entry in entries.values():
                 (self._out / entry["shard"]["name"]).unlink(missing_ok=True)
             self.remove()
-            if strangers := sorted(self._out.glob(f"{self._split}-*.tar")):
+            if strangers := sorted(self._shards("{}.tar")):
                 raise ShardError(
                     f"{strangers[0]} is there, but no index has it: remove the shards of split {self._split!r}, or "
                     f"index them with `fourmin verify path={self._out} index=true`"
@@ -55,5 +56,10 @@ class Journal:
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        for partial in self._out.glob(f".{self._split}-*.tar.part"):
+        for partial in self._shards(".{}.tar.part"):
             partial.unlink()
+
+    def _shards(self, form: str) -> list[Path]:
+        """Files of the split's shards; those of `train-extra` are not those of `train`."""
+        name = re.compile(re.escape(form).replace(r"\{\}", rf"{re.escape(self._split)}-\d+"))
+        return [path for path in self._out.glob("*") if name.fullmatch(path.name)]

@@ -12,8 +12,8 @@ from typing_extensions import override
 from lightning_fourmin.data.dataset import Delivery, ShardDataset
 from lightning_fourmin.data.deal import Deal, Remainder, Ticket
 from lightning_fourmin.data.order import Stretch
+from lightning_fourmin.data.parent import end_with_parent, leave_signals_to_parent
 from lightning_fourmin.data.sample import ShardError
-from lightning_fourmin.data.workers import end_with_parent, leave_signals_to_parent
 
 log = logging.getLogger(__name__)
 

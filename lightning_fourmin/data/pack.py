@@ -85,12 +85,7 @@ class _Task:
 
 def pack(options: PackOptions) -> Index:
     """Writes the shards that are not there yet, then the index, to which the split is added."""
-    index = read_index(str(options.out)) if (options.out / INDEX_NAME).exists() else Index((), {})
-    if options.split in index.splits:
-        raise ShardError(
-            f"{options.out / INDEX_NAME} has a split {options.split!r} already: choose another split or out"
-        )
-    classes, sources = _find(options, index.classes)
+    classes, sources = _find(options, _index_so_far(options).classes)
     tasks = _cut(options, sources)
     journal = Journal(options.out, options.split, _content(options, classes, tasks))
     written = journal.read()
@@ -114,9 +109,25 @@ def pack(options: PackOptions) -> Index:
         raise ShardError(f"{len(faults)} images cannot be read; repair or remove them, then pack again:", *shown)
     results = [written[task.number] for task in tasks]
     split = Split(tuple(result.shard for result in results), ImageSizes.merged(result.sizes for result in results))
-    index = index.with_split(options.split, split, classes)
+    # Another pack may have added its split meanwhile.
+    before = _index_so_far(options)
+    if before.splits and before.classes != classes:
+        raise ShardError(
+            f"{options.out / INDEX_NAME} has got other classes since this pack began: remove the shards of split "
+            f"{options.split!r} and pack it again"
+        )
+    index = before.with_split(options.split, split, classes)
     index.write(options.out)
     journal.remove()
+    return index
+
+
+def _index_so_far(options: PackOptions) -> Index:
+    """What the folder has already; an error if that is the split to be packed."""
+    path = options.out / INDEX_NAME
+    index = read_index(str(options.out)) if path.exists() else Index((), {})
+    if options.split in index.splits:
+        raise ShardError(f"{path} has a split {options.split!r} already: choose another split or out")
     return index
 
 

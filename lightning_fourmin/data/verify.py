@@ -106,7 +106,9 @@ def _find(options: VerifyOptions) -> dict[str, list[str]]:
         if not options.pipes:
             refuse_pipes(names)
     else:
-        names = sorted(path.name for path in Path(options.path).glob("*.tar"))
+        paths = sorted(Path(options.path).glob("*.tar"))
+        # An index that lies elsewhere has to say where the shards are.
+        names = [path.name if options.out is None else str(path.absolute()) for path in paths]
     if not names:
         raise ShardError(f"path={options.path} has no files that end in .tar")
     found: dict[str, list[str]] = defaultdict(list)

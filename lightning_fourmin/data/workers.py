@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing.sharedctypes import Synchronized
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from typing_extensions import override
+
+from lightning_fourmin.data.parent import end_with_parent
 
 REFRESH_S = 0.2
 _Task = TypeVar("_Task")
@@ -34,45 +35,11 @@ class _Rate(ProgressColumn):
         return Text(f"{task.speed or 0:,.0f}/s")
 
 
-def end_with_parent() -> None:
-    """Called in a worker: it ends as soon as its parent is killed, instead of waiting for its next task."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def leave_signals_to_parent() -> None:
-    """Called in a worker, before it starts threads: what a terminal or a scheduler sends to all is for the parent.
-
-    The parent may still need what the worker makes, to end in good order. SIGTERM from the parent itself is obeyed.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # SIGUSR1 or 2: SLURM's warning that the time of a job is up.
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who has sent a signal
-        return
-    # For threads of libraries, which do not block it: without a handler it would end the process.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def _start_worker(num_done: "Synchronized[int]") -> None:
     global _num_done
     _num_done = num_done
+    # Ctrl-C reaches workers as well: they end, and the parent says so.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
 
 
