@@ -56,6 +56,8 @@ def test_pack_and_verify(fourmin: Fourmin, tmp_path: Path) -> None:
             "fourmin pack: there is no key shard_cout: did you mean shard_count?; `fourmin pack",
         ),
         (["pack", "src"], "fourmin pack: 'src' is not understood: arguments are key=value, and values with special"),
+        (["pack", "src=/dev", "out=/dev/null/x"], "fourmin pack: src=/dev has no images"),
+        (["plan", "model=resnet_small", "out=/dev/null"], "fourmin plan: /dev/null: "),
         (["report"], "fourmin report: run: not given; `fourmin report --help` lists the keys\n"),
         (
             ["report", "run=nowhere"],

@@ -107,6 +107,14 @@ class Tiny(nn.Sequential):
         super().__init__(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
 
 
+class Drawn(Tiny):
+    """Its constructor computes with its weights, which on the meta device have no values."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.first = self[0].weight[0, 0].item()
+
+
 def not_a_module() -> str:
     return "no module"
 
@@ -114,7 +122,7 @@ def not_a_module() -> str:
 def test_module_by_import_path_measured_here() -> None:
     options = PlanOptions(
         cluster=config(),
-        module="test_plan:Tiny",
+        module="test_plan:Drawn",
         module_options={"width": 16},
         input_shape=[4],
         layer_times="measured",
@@ -150,6 +158,26 @@ def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -
         assert code == 0, errors
         assert f"{num_ranks} ranks on {num_ranks // 4} nodes" in output
         assert f"float16 wire, {choice}" in output
+
+
+def test_table_of_one_node_leaves_the_network_to_the_cluster(tmp_path: Path) -> None:
+    cluster = Cluster.from_config(config())
+    table = AllReduceTable.from_cost_model(Topology.build([0] * 4), "gloo", DEFAULT_LINKS["gloo"])
+    table.to_csv(tmp_path / "table.csv")
+    measured, _ = with_table(cluster, tmp_path / "table.csv")
+    assert measured.links.between == cluster.links.between
+    assert measured.links.num_nics == cluster.links.num_nics
+    assert measured.links.inside != cluster.links.inside
+
+
+def test_groups_that_the_tuner_found_are_those_of_the_plan(fourmin: Fourmin, tmp_path: Path) -> None:
+    topology = Topology.build([rank // 4 for rank in range(16)], group_size=8)
+    table = AllReduceTable.from_cost_model(topology, "gloo", DEFAULT_LINKS["gloo"]).only("torus")
+    replace(table, source="measured, n=5", group_size=8).to_csv(tmp_path / "table.csv")
+    given = [one for one in SMALL if not one.startswith("num_ranks")]
+    code, output, errors = fourmin("plan", *given, "num_ranks=16", "table=table.csv", "out=null")
+    assert code == 0, errors
+    assert "float16 wire, torus (measured, n=5)" in output
 
 
 # Scenarios.
@@ -240,7 +268,21 @@ def test_training_time(scenario: Scenario) -> None:
             "samples_per_s is not given and cluster 'p40_100gbe' has no",
         ),
         (["input_shape=[1,32,32]"], "ResNet cannot be traced with an input of (64, 1, 32, 32)"),
+        (
+            ["model=alexnet_bn", "input_shape=[3,224,224]"],
+            "AlexNetBN cannot be traced with an input of (64, 3, 224, 224)",
+        ),
+        (
+            ["input_shape=[1,32,32]", "layer_times=measured", "batch_size=2"],
+            "ResNet cannot be trained with an input of [1, 32, 32]",
+        ),
+        (["samples_per_s=null", "cluster.reference.model=resnet51"], "cluster.reference.model: "),
+        (
+            ["module=test_plan:Drawn"],
+            "module=test_plan:Drawn cannot be made with module_options (Tensor.item() cannot be",
+        ),
         (["stragglers.jitter=0.1", "stragglers.num_backups=64"], "num_backups=64 leaves no rank of 64 to wait for"),
+        (["stragglers.num_backups=65"], "num_backups=65 leaves no rank of 64 to wait for"),
         (
             ["module=nowhere:Net"],
             "module=nowhere:Net cannot be imported (No module named 'nowhere'): write package.file",

@@ -62,6 +62,13 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     assert (code, "holds the job `optim.lr=4 trainer.devices=1" in errors) == (1, True), errors
 
 
+def test_a_sweep_with_a_metric_that_there_is_not(fourmin: Fourmin) -> None:
+    code, output, errors = fourmin("train", "-m", "optim.lr=4,5", "metric=accuracy", *SHORT)
+    assert code == 1
+    assert "2 of 2 jobs failed:\n  job 0: metric=accuracy is not known" in errors
+    assert "Traceback" not in output + errors
+
+
 def end_all(run: Run, folder: Path, awaited: str, number: signal.Signals, delay_s: float = 0) -> float:
     """Signals every process of a run once a file is there: all end soon, with the exit code that shells have for it.
 
@@ -184,6 +191,7 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
         ),
         (["data.batch_size=0"], "batch_size=0 must be at least 1"),
         (["metric=accuracy"], "metric=accuracy is not known"),
+        (["trainer.num_nodes=2"], "trainer.num_nodes=2, but this command starts ranks on one machine: start it with"),
     ],
 )
 def test_mistakes_end_with_a_sentence(fourmin: Fourmin, arguments: list[str], message: str) -> None:

@@ -105,7 +105,7 @@ def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, str(value))
-            return _started(TuneOptions(devices=3, num_nodes=1))
+            return _started(TuneOptions(devices=3))
 
     assert started() == (3, 1)
     assert started(TORCHELASTIC_RUN_ID=1, RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4) == (4, 2)

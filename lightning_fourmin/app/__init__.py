@@ -16,6 +16,8 @@ VERBS = {
     "report": "the HTML page of a run, or of a sweep and its jobs",
 }
 """What each verb does; its `main` is in the module of its name."""
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C has ended, as shells have it."""
 
 
 def main() -> None:
@@ -26,6 +28,8 @@ def main() -> None:
         try:
             importlib.import_module(f"{__name__}.{verb}").main()
             sys.stdout.flush()
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
         except BrokenPipeError:  # as in `fourmin plan | head`; Python would complain once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return

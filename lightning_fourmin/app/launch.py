@@ -65,9 +65,12 @@ def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], n
     # It announces each signal that it sends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     arguments = (work, config, environment, failures)
-    context = mp.start_processes(_rank_main, arguments, nprocs=num_ranks, join=False, start_method="spawn")
+    # Ranks are born with Ctrl-C held back: while they import, it would end them with a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        context = mp.start_processes(_rank_main, arguments, nprocs=num_ranks, join=False, start_method="spawn")
         with _sigterm_passed_on(context):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             while not context.join(grace_period=GRACE_S):
                 pass
     except ProcessException as error:
@@ -83,6 +86,7 @@ def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], n
         _end(context)
         raise
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         failures.close()
 
 
@@ -121,6 +125,7 @@ def _rank_main(
     failures: "SimpleQueue[_Failure]",
 ) -> None:
     signal.signal(signal.SIGINT, _interrupt_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Python has a spawned process spawn its own children, too; loader workers would import everything once more each.
     multiprocessing.set_start_method(None, force=True)
     for name in _LAUNCHER_VARIABLES:

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from lightning_fourmin.predict.stragglers import Stragglers
 from lightning_fourmin.predict.tuned import with_table
 from lightning_fourmin.predict.work import peak_profile
 
-Make = Callable[[], nn.Module]
+UNFIT = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What modules raise that are made or called with something that they are not for."""
 
 
 @dataclass
@@ -80,10 +81,13 @@ def predict(options: PlanOptions) -> Outlook:
     cluster, table = Cluster.from_config(options.cluster), None
     if options.table is not None:
         cluster, table = with_table(cluster, Path(options.table))
-    make = _maker(options.model, options.num_classes) if options.module is None else _imported(options)
-    with torch.device("meta"):
-        module = make()
-    profile, fp32_profile = _profiles(options, cluster, make)
+    # Shapes are enough, unless it is to be run.
+    with nullcontext() if options.layer_times == "measured" else torch.device("meta"):
+        module = build_model(options.model, options.num_classes) if options.module is None else _imported(options)
+    profile, fp32_profile = _profiles(options, cluster, module)
+    group_size = options.group_size
+    if group_size is None and table is not None:
+        group_size = table.group_size
     scenario = Scenario(
         [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad],
         profile,
@@ -91,7 +95,7 @@ def predict(options: PlanOptions) -> Outlook:
         options.num_ranks,
         options.fusion_mb,
         options.algorithm,
-        options.group_size,
+        group_size,
         options.switch_mb,
         wire_dtype=WIRE_DTYPES[options.wire_dtype],
         stragglers=Stragglers(**options.stragglers),
@@ -100,12 +104,8 @@ def predict(options: PlanOptions) -> Outlook:
     return Outlook.of(scenario, fp32_profile, options.epochs, options.num_samples, options.most_ranks)
 
 
-def _maker(name: str, num_classes: int) -> Make:
-    return lambda: build_model(name, num_classes)
-
-
-def _imported(options: PlanOptions) -> Make:
-    """What `module=package.file:Name` names, ready to be called."""
+def _imported(options: PlanOptions) -> nn.Module:
+    """What `module=package.file:Name` makes."""
     assert options.module is not None
     place, _, name = options.module.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script has not
@@ -119,28 +119,30 @@ def _imported(options: PlanOptions) -> Make:
     finally:
         sys.path.remove(str(Path.cwd()))
 
-    def make() -> nn.Module:
-        try:
-            module = made_by(**(options.module_options or {}))
-        except TypeError as error:
-            raise PlanError(f"module={options.module} cannot be made with module_options ({error})") from error
-        if not isinstance(module, nn.Module):
-            raise PlanError(f"module={options.module} makes a {type(module).__name__}, not a torch.nn.Module")
-        return module
-
-    return make
+    try:
+        module = made_by(**(options.module_options or {}))
+    except UNFIT as error:
+        hint = "" if options.layer_times == "measured" else "; if it computes with weights, try layer_times=measured"
+        raise PlanError(f"module={options.module} cannot be made with module_options ({error}){hint}") from error
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"module={options.module} makes a {type(module).__name__}, not a torch.nn.Module")
+    return module
 
 
-def _profiles(options: PlanOptions, cluster: Cluster, make: Make) -> tuple[Profile, Profile]:
+def _profiles(options: PlanOptions, cluster: Cluster, module: nn.Module) -> tuple[Profile, Profile]:
     """Layer times as asked for, and those in FP32 where the cluster knows how much slower that is."""
     if options.layer_times == "measured":
-        module = make()
-        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        profile = measure_profile(module, torch.randn(options.batch_size, *_input_shape(options, module)), None, sgd)
+        sgd, shape = partial(torch.optim.SGD, lr=0.1, momentum=0.9), _input_shape(options, module)
+        try:
+            profile = measure_profile(module, torch.randn(options.batch_size, *shape), None, sgd)
+        except UNFIT as error:
+            raise PlanError(
+                f"{type(module).__name__} cannot be trained with an input of {shape} ({error}): check input_shape"
+            ) from error
         return profile, profile
     if options.layer_times != "scaled":
         raise PlanError(f"layer_times={options.layer_times} is not known: choose scaled or measured")
-    peak = _peak(make, options.batch_size, options, cluster)
+    peak = _peak(module, options.batch_size, options, cluster)
     known = cluster.reference
     if options.samples_per_s is not None:
         source = f"{peak.source}, scaled to the given {options.samples_per_s:g} samples/s"
@@ -150,7 +152,7 @@ def _profiles(options: PlanOptions, cluster: Cluster, make: Make) -> tuple[Profi
             f"{peak.source}, scaled by {known.model}'s {known.samples_per_s:g} samples/s at {known.batch_size} a rank"
         )
         like = replace(options, model=known.model, module=None, input_shape=None, num_classes=1000)
-        reference = _peak(_maker(known.model, 1000), known.batch_size, like, cluster)
+        reference = _peak(_reference(known.model), known.batch_size, like, cluster)
         profile = peak.scaled(known.batch_size / known.samples_per_s / reference.compute_s)
     else:
         raise PlanError(
@@ -163,10 +165,17 @@ def _profiles(options: PlanOptions, cluster: Cluster, make: Make) -> tuple[Profi
     return profile, profile.scaled(known.samples_per_s / known.fp32_samples_per_s)
 
 
-def _peak(make: Make, batch_size: int, options: PlanOptions, cluster: Cluster) -> Profile:
-    with torch.device("meta"):
-        module = make()
-        return peak_profile(module, torch.empty(batch_size, *_input_shape(options, module)), cluster.device)
+def _reference(name: str) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return build_model(name, 1000)
+    except ValueError as error:
+        raise PlanError(f"cluster.reference.model: {error}") from error
+
+
+def _peak(module: nn.Module, batch_size: int, options: PlanOptions, cluster: Cluster) -> Profile:
+    inputs = torch.empty(batch_size, *_input_shape(options, module), device="meta")
+    return peak_profile(module, inputs, cluster.device)
 
 
 def _input_shape(options: PlanOptions, module: nn.Module) -> list[int]:

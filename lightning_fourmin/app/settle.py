@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.queued_again import folder_to_go_on_in
 from lightning_fourmin.app.resume import first_whole, newest_runs_first, saved
 from lightning_fourmin.data.datamodule import ShardDataModule
@@ -31,6 +32,11 @@ def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
     named = Path(config.run_dir)
     config.run_dir = str(folder)
     plain = _resolved(config)
+    if external_rank() is None and plain["trainer"]["num_nodes"] != 1:
+        raise ConfigError(
+            f"trainer.num_nodes={plain['trainer']['num_nodes']}, but this command starts ranks on one machine: start "
+            "it with torchrun or srun, as examples/torchrun.md and examples/slurm.sh do"
+        )
     plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
     plain["resume"] = _checkpoint(folder_to_go_on_in(named) or plain["resume"], named)
     _check_metric(plain["metric"])
@@ -72,9 +78,9 @@ def num_local_ranks(trainer: dict[str, Any]) -> int:
 def _num_accumulated(config: dict[str, Any]) -> int:
     """Backward passes a step, so that it has `global_batch` samples."""
     trainer, wanted = config["trainer"], config["global_batch"]
-    batch = GlobalBatch(config["data"]["batch_size"], num_local_ranks(trainer) * trainer["num_nodes"])
     if wanted is None:
         return int(trainer["accumulate_grad_batches"])
+    batch = GlobalBatch(config["data"]["batch_size"], num_local_ranks(trainer) * trainer["num_nodes"])
     if wanted < batch.size or wanted % batch.size:
         raise ConfigError(
             f"global_batch={wanted} is not a multiple of the {batch} samples of one backward pass: change "

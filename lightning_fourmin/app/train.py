@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_fourmin.app import INTERRUPTED
 from lightning_fourmin.app.closing import closing_lines
 from lightning_fourmin.app.job import external_rank, train
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
@@ -27,8 +28,6 @@ from lightning_fourmin.report.page import write_report
 from lightning_fourmin.report.parts import make_room
 from lightning_fourmin.report.run_files import RUN_NAME, RunRecord, Status
 
-INTERRUPTED = 130
-"""The exit code of a process that Ctrl-C has ended, as shells have it."""
 EXIT_CODES = {"failed": 1, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 
 
@@ -39,11 +38,7 @@ def main() -> None:
         # The run's folder is rank 0's.
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
     sys.argv += overrides_of_restart()
-    try:
-        run_hydra("train", _job)
-    except KeyboardInterrupt:
-        # Before or after the ranks.
-        sys.exit(INTERRUPTED)
+    run_hydra("train", _job)
 
 
 def _job(config: DictConfig) -> float:
@@ -66,8 +61,9 @@ def _job(config: DictConfig) -> float:
     print("\n".join(closing_lines(record, folder)), file=sys.stdout if ok else sys.stderr, flush=True)
     if not ok and not (record.status == "failed" and sweeping):
         sys.exit(EXIT_CODES[record.status])
-    value = getattr(record.summary, config.metric)
-    return math.nan if record.status == "failed" or value is None else float(value)
+    # An unknown metric is among the reasons to fail.
+    value = getattr(record.summary, config.metric) if ok else None
+    return math.nan if value is None else float(value)
 
 
 def _done_before(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord | None:
@@ -90,6 +86,7 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
     status: Status = "done"
     error = None
+    (folder / "error.txt").unlink(missing_ok=True)
     try:
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))

@@ -36,7 +36,6 @@ class TuneOptions:
     """Fields as in conf/tune.yaml."""
 
     devices: int = 2
-    num_nodes: int = 1
     accelerator: str = "auto"
     budget_s: float = 30.0
     largest_mb: float = 16.0
@@ -49,7 +48,7 @@ class TuneOptions:
     wire_dtype: str | None = None
 
     def check(self) -> None:
-        for name in ("devices", "num_nodes", "budget_s", "largest_mb", "num_classes", "image_size", "batch_size"):
+        for name in ("devices", "budget_s", "largest_mb", "num_classes", "image_size", "batch_size"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
@@ -140,7 +139,7 @@ def _started(options: TuneOptions) -> tuple[int, int]:
     if external_rank() is not None:
         num_nodes = int(os.environ.get("SLURM_NNODES", 1))
         return int(os.environ["SLURM_NTASKS"]) // num_nodes, num_nodes
-    return options.devices, options.num_nodes
+    return options.devices, 1
 
 
 @contextmanager

@@ -37,6 +37,8 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
             give_up(verb, f"{error.full_key}: {error.msg}")
         except (PlanError, RunError, ShardError) as error:
             give_up(verb, str(error))
+        except OSError as error:
+            _give_up_on_file(verb, error)
 
     run_hydra(verb, task)
 
@@ -62,9 +64,17 @@ def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:
         if wants_traceback:
             raise
         give_up(verb, explain(error, verb, CONF, sys.argv[1:]))
+    except OSError as error:  # of a folder that Hydra cannot make
+        _give_up_on_file(verb, error)
     finally:
         if not wants_traceback:
             del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _give_up_on_file(verb: str, error: OSError) -> NoReturn:
+    if isinstance(error, BrokenPipeError):
+        raise error
+    give_up(verb, f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def give_up(verb: str, why: str) -> NoReturn:

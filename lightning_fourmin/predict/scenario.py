@@ -102,8 +102,7 @@ class Scenario:
     @cached_property
     def prediction(self) -> Prediction:
         step, profile = self.step, self.profile
-        useful = self.num_ranks - self.stragglers.num_backups
-        total = useful * profile.batch_size / step.step_s
+        total = self.stragglers.num_awaited(self.num_ranks) * profile.batch_size / step.step_s
         chosen = {str(span.details["algorithm"]) for span in step.spans if "algorithm" in span.details}
         return Prediction(
             profile.samples_per_s,
@@ -130,7 +129,7 @@ class Training:
 
 def train(scenario: Scenario, epochs: int, num_samples: int) -> Training:
     """Whole steps of the global batch; an epoch's remainder goes into the next one."""
-    batch = scenario.profile.batch_size * (scenario.num_ranks - scenario.stragglers.num_backups)
+    batch = scenario.profile.batch_size * scenario.stragglers.num_awaited(scenario.num_ranks)
     num_steps = max(1, round(epochs * num_samples / batch))
     return Training(epochs, num_steps, num_steps * scenario.step.step_s / 3600)
 

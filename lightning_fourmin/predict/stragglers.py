@@ -40,14 +40,17 @@ class Stragglers:
     def none(self) -> bool:
         return self.jitter == 0 and (self.probability == 0 or self.slowdown == 1)
 
-    def paces(self, num_ranks: int, num_steps: int = NUM_STEPS) -> list[float]:
-        """How many times longer than the profile's the awaited ranks compute, step by step."""
+    def num_awaited(self, num_ranks: int) -> int:
+        """Ranks whose gradients count."""
         if self.num_backups >= num_ranks:
             raise PlanError(
                 f"num_backups={self.num_backups} leaves no rank of {num_ranks} to wait for: choose a smaller number"
             )
-        draw = random.Random(self.seed)
-        awaited = num_ranks - self.num_backups
+        return num_ranks - self.num_backups
+
+    def paces(self, num_ranks: int, num_steps: int = NUM_STEPS) -> list[float]:
+        """How many times longer than the profile's the awaited ranks compute, step by step."""
+        draw, awaited = random.Random(self.seed), self.num_awaited(num_ranks)
         return [self._quantile(draw.betavariate(awaited, self.num_backups + 1)) for _ in range(num_steps)]
 
     def _quantile(self, share: float) -> float:

@@ -12,7 +12,7 @@ from lightning_fourmin.predict.errors import PlanError
 
 
 def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
-    """The cluster with nodes, links and backend of a measured table, and that table, for as many ranks as it knows."""
+    """The cluster with nodes, backend and the links of a measured table that it tells about, and that table."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -26,9 +26,11 @@ def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
     if len(sizes) > 1:
         raise PlanError(f"table={path} is of nodes with {sorted(sizes)} ranks: a plan needs nodes alike")
     fit = fit_links(table, topology)
-    measured = replace(
-        cluster, name=f"{path.name} ({fit})", backend=table.backend, ranks_per_node=sizes.pop(), links=fit.links
-    )
+    links = fit.links
+    if "between" not in fit.fitted:  # it is of one node
+        links = replace(links, between=cluster.links.between, num_nics=cluster.links.num_nics)
+    name = f"{path.name} ({fit})"
+    measured = replace(cluster, name=name, backend=table.backend, ranks_per_node=sizes.pop(), links=links)
     return measured, table
 
 

@@ -46,7 +46,7 @@ def peak_profile(
     try:
         with _WorkClock(device) as clock:
             marks = record(twin, shapes, loss, clock.mark)
-    except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         shape = next(tuple(value.shape) for value in shapes if isinstance(value, Tensor))
         raise PlanError(
             f"{type(module).__name__} cannot be traced with an input of {shape} ({type(error).__name__}: {error}): "
