@@ -100,9 +100,9 @@ def publish(data: dict[str, Any], num_rounds: int) -> None:
 
 TEXT = """\
 Truth is the step with a hook that sends nothing, by the step with the monitor. Layers of device_like take time but no
-core, as those of an accelerator: there e is right. The other nets compute on the two cores that also carry the packets
-of the emulated network (tens of ms of kernel time a step) and sum the gradients, and their caches are cold after a
-wait. That slows computing down without being a wait: the monitor counts it in S and not in e, which is too high then.
+core, as those of an accelerator. The other nets compute on the two cores that also carry the packets of the emulated
+network and sum the gradients, which slows computing down without being a wait: the monitor sees it by steps that send
+their gradients after backward.
 
 """
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
 from parity import digest
@@ -258,6 +259,24 @@ def threads_around_close() -> tuple[int, int]:
         made.submit(torch.ones(10), 0)
         before = num_threads()
     return before, num_threads()
+
+
+def reduce_undisturbed(algorithm: str) -> tuple[bool, list[float]]:
+    """Whether a bucket had begun before the last one of its step, and what both came to."""
+    with engine(algorithm) as made:
+        made.meter = Meter(torch.device("cpu"))
+        made.meter.undisturbed = True
+        rank = float(current_case().rank)
+        first = made.submit(torch.full((1001,), rank), 0, is_last=False)
+        time.sleep(0.3)
+        early = first.done() or made._num_pieces != len(made._held)
+        last = made.submit(torch.full((7,), 2 * rank), 1, is_last=True)
+        return early, [float(future.wait().mean()) for future in (first, last)]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "torus"])
+def test_buckets_wait_for_the_last_where_computing_is_not_to_be_disturbed(ranks: RankPool, algorithm: str) -> None:
+    assert ranks.run(reduce_undisturbed, algorithm, nodes=(2, 2)) == [(False, [1.5, 3.0])] * 4
 
 
 def test_close_ends_the_threads(ranks: RankPool) -> None:

@@ -72,6 +72,16 @@ def test_summary_of_ranks() -> None:
     assert (found.step_ms, found.comm_ms, found.exposed_ms) == pytest.approx((100, 50, 40))
 
 
+def test_what_was_measured_alone_decides() -> None:
+    """Sending slows computing down from 60 to 80 ms of a step of 100 ms."""
+    found = summarize([_Step(8, 0.1, 0.02, 0.05, 1_000_000, alone_s=0.06)] * 2)
+    assert found.e == pytest.approx(0.6)
+    assert found.S * found.N * found.e == pytest.approx(found.T) == pytest.approx(160)
+    assert found.exposed_ms == pytest.approx(20)
+    noisy = summarize([_Step(8, 0.1, 0.02, 0.05, 1_000_000, alone_s=0.11)] * 2)
+    assert noisy.e == 1.0
+
+
 def test_summary_where_communication_is_not_known() -> None:
     found = summarize([_Step(8, 0.1, math.nan, math.nan, 0)] * 2)
     assert (pytest.approx(80), pytest.approx(160), 2) == (found.S, found.T, found.N)

@@ -20,6 +20,9 @@ from lightning_fourmin.strategy import FourMinStrategy
 
 MAX_STEPS = 10_000
 """The summary is of this many steps at most, the last ones."""
+FIRST_ALONE, NUM_ALONE, ALONE_EVERY = 4, 3, 64
+"""Steps in which gradients are sent after backward: three soon after the start, then one of this many."""
+KEPT_ALONE = 9
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,11 @@ class ScalingSummary:
     """Throughput T = S * N * e of all ranks, from medians over steps; None where it is not known."""
 
     S: float
-    """Samples a second of one rank while it does not wait for others."""
+    """Samples a second of one rank while it neither waits for others nor sends gradients."""
     N: int
     """Ranks."""
     e: float | None
-    """Scaling efficiency, 0 to 1: the share of a step in which a rank does not wait, mean over ranks."""
+    """Scaling efficiency, 0 to 1: the share of a step that computing alone would take, mean over ranks."""
     T: float
     """Samples a second of all ranks."""
     step_ms: float
@@ -56,6 +59,12 @@ class _Step(NamedTuple):
     exposed_s: float
     busy_s: float
     num_bytes: float
+    alone_s: float = math.nan
+    """What computing takes while no gradients are under way; NaN: unknown."""
+
+    @property
+    def computing_s(self) -> float:
+        return max(0.0, self.step_s - self.exposed_s)
 
 
 class ScalingMonitor(Callback):
@@ -69,6 +78,10 @@ class ScalingMonitor(Callback):
     is not done, where the engine keeps the main thread busy, in `self.log(sync_dist=True)`, and in the broadcast that
     Lightning starts a step with. Ranks exchange their times only when they log.
 
+    Sending takes cores, memory and caches from computing, which is not a wait. To see that, gradients are now and then
+    sent after backward instead of during it (three steps soon after the start, then every 64th): what such a step
+    computes in is what S and e go by. The other figures are of the other steps.
+
     Only the `fourmin` strategy tells when gradients are under way. With other strategies on several ranks S, N, T and
     the step time are logged, and S includes the waits: it is T / N. On one rank e is 1.
     """
@@ -76,8 +89,10 @@ class ScalingMonitor(Callback):
     def __init__(self) -> None:
         self.summary: ScalingSummary | None = None
         self._meter: Meter | None = None
-        self._unresolved: list[tuple[int, float, TakenTimes | None]] = []
+        self._unresolved: list[tuple[int, float, TakenTimes | None, bool]] = []
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
+        self._alone_s: deque[float] = deque(maxlen=KEPT_ALONE)
+        self._num_steps = 0
         self._num_samples = 0
         self._start_s = math.nan
         self._global_step = 0
@@ -87,6 +102,8 @@ class ScalingMonitor(Callback):
         self.summary = None
         self._unresolved, self._num_samples, self._global_step = [], 0, trainer.global_step
         self._steps.clear()
+        self._alone_s.clear()
+        self._num_steps = 0
         self._meter = None
         if isinstance(trainer.strategy, FourMinStrategy):
             self._meter = trainer.strategy.measure_communication()
@@ -122,7 +139,10 @@ class ScalingMonitor(Callback):
         due = every_n and num_steps % every_n == 0
         if not due or trainer.fit_loop._should_accumulate() or not self._unresolved:
             return
-        found = asdict(self._summarize(trainer, self._resolve(trainer)))
+        steps = self._resolve(trainer)
+        if not steps:
+            return
+        found = asdict(self._summarize(trainer, steps))
         known = {name: float(value) for name, value in found.items() if value is not None}
         pl_module.log_dict({f"fourmin/{name}": value for name, value in known.items()})
         bar = {name: value for name, value in known.items() if name in ("S", "e", "T")}
@@ -131,15 +151,19 @@ class ScalingMonitor(Callback):
     def _end_step(self, trainer: Trainer) -> None:
         now = time.perf_counter()
         taken = None if self._meter is None else self._meter.take()
-        self._unresolved.append((self._num_samples, now - self._start_s, taken))
+        alone = self._meter is not None and self._meter.undisturbed
+        self._unresolved.append((self._num_samples, now - self._start_s, taken, alone))
         self._start_s, self._num_samples, self._global_step = now, 0, trainer.global_step
+        self._num_steps += 1
+        if self._meter is not None:
+            self._meter.undisturbed = trainer.world_size > 1 and _is_alone(self._num_steps)
         if len(self._unresolved) >= MAX_STEPS:
             self._resolve(trainer)
 
     def _resolve(self, trainer: Trainer) -> list[_Step]:
-        """Reads the times of the steps since the last call, which on CUDA waits for the device."""
+        """The steps since the last call but those that were measured alone; on CUDA waits for the device."""
         steps = []
-        for num_samples, step_s, taken in self._unresolved:
+        for num_samples, step_s, taken, alone in self._unresolved:
             if taken is not None:
                 communication = taken.communication()
             elif trainer.world_size == 1:
@@ -147,7 +171,11 @@ class ScalingMonitor(Callback):
             else:
                 communication = Communication(math.nan, math.nan, 0)
             exposed_s, busy_s, num_bytes = communication
-            steps.append(_Step(num_samples, step_s, exposed_s, busy_s, num_bytes))
+            step = _Step(num_samples, step_s, exposed_s, busy_s, num_bytes)
+            if alone:
+                self._alone_s.append(step.computing_s)
+            else:
+                steps.append(step)
         self._unresolved = []
         self._steps.extend(steps)
         return steps
@@ -155,6 +183,7 @@ class ScalingMonitor(Callback):
     def _summarize(self, trainer: Trainer, steps: Sequence[_Step]) -> ScalingSummary:
         """What all ranks together make of their medians: a collective call."""
         medians = [statistics.median(values) for values in zip(*steps, strict=True)]
+        medians[-1] = statistics.median(self._alone_s or [math.nan])
         mine = torch.tensor(medians, device=trainer.strategy.root_device)
         everyones = [mine]
         if trainer.world_size > 1:
@@ -175,7 +204,13 @@ class ScalingMonitor(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        if self._meter is not None:
+            self._meter.undisturbed = False
         self._meter = None
+
+
+def _is_alone(number: int) -> bool:
+    return FIRST_ALONE <= number < FIRST_ALONE + NUM_ALONE or (number > 0 and number % ALONE_EVERY == 0)
 
 
 def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
@@ -187,8 +222,9 @@ def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
     if math.isnan(exposed_s):
         unknown = dict.fromkeys(("e", "comm_ms", "exposed_ms", "bus_mb_per_s", "slowest_rank", "slowest_wait_ms"))
         return ScalingSummary(S=samples_a_s / num_ranks, N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s, **unknown)
-    computing_s = [max(0.0, step.step_s - step.exposed_s) for step in everyones]
-    efficiency = statistics.fmean(s / step.step_s for s, step in zip(computing_s, everyones, strict=True))
+    computing_s = [step.computing_s for step in everyones]
+    alone_s = [step.computing_s if math.isnan(step.alone_s) else min(step.alone_s, step.step_s) for step in everyones]
+    efficiency = statistics.fmean(s / step.step_s for s, step in zip(alone_s, everyones, strict=True))
     busy_s = statistics.fmean(step.busy_s for step in everyones)
     bus_bytes = 2 * (num_ranks - 1) / num_ranks * everyones[0].num_bytes
     slowest = max(range(num_ranks), key=lambda rank: computing_s[rank])

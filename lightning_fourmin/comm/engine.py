@@ -86,6 +86,7 @@ class Engine:
         self._under_way: set[BucketUnderWay] = set()
         self._error: BaseException | None = None
         self._num_pieces = 0
+        self._held: list[Piece] = []
         self._trace = trace
         self._busy: dict[str, tuple[float, Piece]] = {}
         self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits, groups.number)
@@ -96,8 +97,10 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, gradients: Tensor, index: int) -> Future[Tensor]:
+    def submit(self, gradients: Tensor, index: int, is_last: bool = True) -> Future[Tensor]:
         """Starts the all-reduce of a flat bucket, number `index` of its step; the future holds the mean over all ranks.
+
+        Where the meter wants computing undisturbed, it starts with the last bucket of the step.
 
         The mean stands in `gradients` or in shared memory; there it holds until the step after the next one begins.
         """
@@ -119,18 +122,25 @@ class Engine:
         start = 0
         for stretch in gradients.tensor_split(num_pieces):
             slot = None if bucket.slot is None else bucket.slot.narrow(start, stretch.numel())
-            piece = Piece(bucket, stretch, slot, tag=self._num_pieces)
-            with self._on(self._first_stream), torch.no_grad():
-                self._pass(piece, self._stages[0])
-            self._queues[0].put(piece)
+            self._held.append(Piece(bucket, stretch, slot, tag=self._num_pieces))
             start += stretch.numel()
             self._num_pieces += 1
+        if is_last or self.meter is None or not self.meter.undisturbed:
+            self._start_held(bucket)
         if self._trace is not None:
             details = {"algorithm": route.algorithm, "bytes": num_bytes, "pieces": num_pieces}
             self._trace.add("main", f"bucket {index}", start_ns, details)
         if self.meter is not None and bucket.times is not None:
             bucket.times.handed_on = self.meter.stamp()
         return bucket.future
+
+    def _start_held(self, newest: BucketUnderWay) -> None:
+        for piece in self._held:
+            piece.bucket.ready = newest.ready
+            with self._on(self._first_stream), torch.no_grad():
+                self._pass(piece, self._stages[0])
+            self._queues[0].put(piece)
+        self._held = []
 
     def raise_error(self) -> None:
         """Raises the first error of a phase, as itself."""
@@ -265,6 +275,7 @@ class Engine:
         before, dtype = piece.bucket.route.before, self.wire_dtype or piece.gradients.dtype
         padding = 0
         if self._device.type == "cuda":
+            assert piece.bucket.ready is not None
             torch.cuda.current_stream(self._device).wait_event(piece.bucket.ready)
             padding = -piece.gradients.numel() % self.topology.largest_group
         if dtype is piece.gradients.dtype and not padding and piece.slot is None:
@@ -314,4 +325,4 @@ class Engine:
 
 def all_reduce_hook(engine: Engine, bucket: dist.GradBucket) -> Future[Tensor]:
     """The hook for DistributedDataParallel, with an engine as its state."""
-    return engine.submit(bucket.buffer(), bucket.index())
+    return engine.submit(bucket.buffer(), bucket.index(), bucket.is_last())

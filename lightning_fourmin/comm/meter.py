@@ -48,6 +48,8 @@ class Meter:
         self._buckets: list[BucketTimes] = []
         self._num_backwards = 0
         self._waited_s = 0.0
+        self.undisturbed = False
+        """Set between steps: the buckets of the next one wait for its last, so that nothing disturbs computing."""
 
     def stamp(self) -> Stamp:
         if self._device.type == "cpu":

@@ -22,6 +22,8 @@ class BucketUnderWay:
         self.done = threading.Event()
         device = gradients.device
         self.future: Future[Tensor]
+        self.ready: torch.cuda.Event | None = None
+        """On CUDA: when the device has made the gradients."""
         if device.type == "cuda":
             self.ready = torch.cuda.current_stream(device).record_event()
             self.future = Future(devices=[device])
