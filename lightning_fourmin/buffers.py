@@ -1,7 +1,8 @@
 """Module buffers that need no broadcast before every forward: the running statistics of batch normalisation.
 
 A training forward of batch norm does not read its running statistics, and rank 0 is the source of every broadcast, so
-syncing them before evaluation and at the end gives every rank what rank 0 has, once instead of every step.
+syncing them before evaluation and at the end gives every rank what rank 0 has, once instead of every step. Layers that
+evaluate in a training step read theirs, so then they are synced before it, as DDP does.
 """
 
 import torch
@@ -13,9 +14,14 @@ STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def only_batch_norm_statistics(module: nn.Module) -> bool:
-    """True if the module has buffers and all of them are running statistics of batch norm layers."""
+    """True if the module has buffers and all of them are running statistics of torch's own batch norm layers."""
     owned = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
-    return bool(owned) and all(isinstance(owner, _BatchNorm) and name in STATISTICS for owner, name in owned)
+    return bool(owned) and all(_is_batch_norm(owner) and name in STATISTICS for owner, name in owned)
+
+
+def _is_batch_norm(layer: nn.Module) -> bool:
+    # What a forward of another's making reads in training is not known.
+    return isinstance(layer, _BatchNorm) and type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class LateBufferSync:
@@ -27,9 +33,12 @@ class LateBufferSync:
         self._training = [layer.training for layer in self._layers]
 
     def before_training_step(self) -> None:
-        """Syncs when a layer has been switched between training and evaluation: from now on it reads them."""
+        """Syncs when layers have been switched between training and evaluation, and as long as one of them evaluates.
+
+        That one reads its statistics, which may change: those of a teacher follow the student's.
+        """
         training = [layer.training for layer in self._layers]
-        if training != self._training:
+        if training != self._training or not all(training):
             self._training = training
             self.sync()
 

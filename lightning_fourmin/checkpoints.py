@@ -98,6 +98,8 @@ def _is_whole(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
+    except PermissionError:
+        raise  # nothing is known about it
     except (zipfile.BadZipFile, EOFError, OSError):
         return False
 

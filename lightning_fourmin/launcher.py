@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -14,10 +14,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
+_CALLED, _DONE = b"c", b"d"
 GRACE_S = 8.0
 """How long ranks may take to end by themselves."""
 POLL_S = 0.5
-LAUNCHER_PID = "FOURMIN_LAUNCHER_PID"
+LAUNCHER_PID, LAUNCHER_NOTE = "FOURMIN_LAUNCHER_PID", "FOURMIN_LAUNCHER_NOTE"
+"""Variables: the process that started the ranks, and a file in memory that says whether it is in a Trainer's call."""
 
 
 class PatientLauncher(_SubprocessScriptLauncher):
@@ -36,6 +38,8 @@ class PatientLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             os.environ[LAUNCHER_PID] = str(os.getpid())
+            if hasattr(os, "memfd_create"):
+                os.environ[LAUNCHER_NOTE] = f"/proc/{os.getpid()}/fd/{os.memfd_create('fourmin-launcher')}"
             self._call_children_scripts()
             _PatientObserver(os.getpid(), self.procs, sleep_period=1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -52,16 +56,32 @@ class _PatientObserver(_ChildProcessObserver):
 
 @contextmanager
 def _ended_with_launcher() -> Iterator[None]:
-    """A rank whose launcher has gone ends soon after, also where it waits to meet the others for half an hour."""
-    launcher = os.getppid()
-    if os.environ.get(LAUNCHER_PID) != str(launcher):
-        yield
+    """A rank whose launcher was lost ends soon after, also where it waits to meet the others for half an hour.
+
+    A launcher that has ended its own part of the call is not lost: others may take longer to predict or test.
+    """
+    launcher, started_by = str(os.getppid()), os.environ.get(LAUNCHER_PID)
+    note = _opened_note() if started_by in (launcher, str(os.getpid())) else None
+    if started_by != launcher:
+        if note is None:
+            yield
+            return
+        os.pwrite(note, _CALLED, 0)
+        try:
+            yield
+            os.pwrite(note, _DONE, 0)
+        finally:
+            os.close(note)
         return
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(POLL_S):
-            if os.getppid() != launcher and not done.wait(GRACE_S):
+            if str(os.getppid()) == launcher:
+                continue
+            if note is not None and os.pread(note, 1, 0) == _DONE:
+                return
+            if not done.wait(GRACE_S):
                 os._exit(1)
 
     thread = threading.Thread(target=watch, name="fourmin-launcher-watch", daemon=True)
@@ -71,6 +91,14 @@ def _ended_with_launcher() -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+        if note is not None:
+            os.close(note)
+
+
+def _opened_note() -> int | None:
+    with suppress(KeyError, OSError):
+        return os.open(os.environ[LAUNCHER_NOTE], os.O_RDWR)
+    return None
 
 
 def _in_hydra_multirun() -> bool:

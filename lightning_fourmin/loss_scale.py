@@ -16,25 +16,24 @@ class LossScale:
     def __init__(self, value: float, dynamic: bool) -> None:
         self.value, self.dynamic = value, dynamic
         self.skipped_steps = 0
-        self.skips_in_a_row = 0
+        self.skips_in_a_row: dict[int, int] = {}
+        """By optimizer: the steps of one say nothing about those of another."""
         self._good_steps = 0
 
-    @property
-    def exhausted(self) -> bool:
+    def exhausted(self, optimizer: int) -> bool:
         """True if so many steps in a row overflowed that a lower scale, if there is one, would not help."""
-        return self.skips_in_a_row > PATIENCE and (not self.dynamic or self.value <= FLOOR)
+        return self.skips_in_a_row[optimizer] > PATIENCE and (not self.dynamic or self.value <= FLOOR)
 
-    def update(self, finite: bool) -> None:
+    def update(self, finite: bool, optimizer: int = 0) -> None:
         """Counts a step that was done (finite gradients) or skipped, and sets the scale for the next."""
+        self.skips_in_a_row[optimizer] = 0 if finite else self.skips_in_a_row.get(optimizer, 0) + 1
         if finite:
-            self.skips_in_a_row = 0
             self._good_steps += 1
             if self.dynamic and self._good_steps == GROWTH_INTERVAL:
                 self.value *= 2
                 self._good_steps = 0
             return
         self.skipped_steps += 1
-        self.skips_in_a_row += 1
         self._good_steps = 0
         if self.dynamic:
             self.value = max(self.value / 2, FLOOR)
@@ -42,14 +41,14 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         counts = {
             "skipped_steps": self.skipped_steps,
-            "skips_in_a_row": self.skips_in_a_row,
+            "skips_in_a_row": dict(self.skips_in_a_row),
             "good_steps": self._good_steps,
         }
         return {**counts, "value": self.value} if self.dynamic else counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the counts; the scale too if both the saved run and this one choose it."""
-        self.skipped_steps, self.skips_in_a_row = state["skipped_steps"], state["skips_in_a_row"]
+        self.skipped_steps, self.skips_in_a_row = state["skipped_steps"], dict(state["skips_in_a_row"])
         self._good_steps = state["good_steps"]
         if self.dynamic:
             self.value = state.get("value", self.value)

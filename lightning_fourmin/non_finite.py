@@ -15,8 +15,12 @@ def all_finite(gradients: list[Tensor]) -> bool:
     if not gradients:
         return True
     found = torch.zeros((), device=gradients[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
+    torch._amp_foreach_non_finite_check_and_unscale_([_values(g) for g in gradients], found, torch.ones_like(found))
     return not found.item()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class BadStep:
     def examine(cls, module: LightningModule, optimizer: Optimizer) -> "BadStep":
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         gradients = [(n, p.grad) for n, p in module.named_parameters() if p in mine and p.grad is not None]
-        bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
+        bad = [name for name, gradient in gradients if not _values(gradient).isfinite().all()]
         parameter = repr(bad[-1]) if bad else "a parameter outside of the module"
         return cls(module.trainer.global_step, module.trainer.current_epoch, parameter, len(bad), len(gradients))
 
@@ -55,7 +59,7 @@ def losses_of_ranks(trainer: Trainer, loss: Tensor | None) -> str:
 
 
 def values_of_ranks(trainer: Trainer, value: Tensor) -> list[float]:
-    mine = value.detach().float().reshape(1)
+    mine = value.detach().float().mean().reshape(1)  # a loss may be a vector where a gradient is given with it
     everyones = [mine]
     if isinstance(trainer.strategy, DDPStrategy):
         everyones = [torch.zeros_like(mine) for _ in range(trainer.world_size)]

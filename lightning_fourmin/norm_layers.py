@@ -15,8 +15,11 @@ _MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _Instan
 kernels are slower than two casts."""
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
 def keep_norms_in_fp32(module: nn.Module) -> list[RemovableHandle]:
-    """Hooks for all norm layers of a module that cast at their borders, inside `torch.autocast` only."""
+    """Hooks for all norm layers of a module that cast at their borders; float64 stays as it is."""
     handles = []
     for layer in module.modules():
         if isinstance(layer, NORM_LAYERS):
@@ -28,10 +31,10 @@ def keep_norms_in_fp32(module: nn.Module) -> list[RemovableHandle]:
 def _inputs_to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     if type(layer).forward in _MIXED_FORWARDS and inputs and inputs[0].device.type != "cpu":
         return inputs
-    return tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+    return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in inputs)
 
 
 def _output_to_16_bit(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    if isinstance(output, Tensor) and torch.is_autocast_enabled(output.device.type):
+    if isinstance(output, Tensor) and output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
         return output.to(torch.get_autocast_dtype(output.device.type))
     return output

@@ -69,8 +69,8 @@ class FourMinPrecision(HalfPrecision):
         self._stand_ins: StandIns | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
-        self._first_bad: BadStep | None = None
-        """The first of the steps in a row that were skipped up to now."""
+        self._first_bad: dict[int, BadStep] = {}
+        """By optimizer: the first of the steps in a row that were skipped up to now."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -143,37 +143,39 @@ class FourMinPrecision(HalfPrecision):
     ) -> Any:
         assert self._stand_ins is not None
         result = closure()
+        number = next(i for i, other in enumerate(model.trainer.optimizers) if other is optimizer)
         finite = all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
         if finite:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
             self._stand_ins.refresh()
-            self._first_bad = None
+            self._first_bad.pop(number, None)
         else:
-            self._first_bad = self._first_bad or BadStep.examine(model, optimizer)
+            if number not in self._first_bad:
+                self._first_bad[number] = BadStep.examine(model, optimizer)
             # Schedulers count a skipped step like any other; without this the first one makes torch warn.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.loss_scale.update(finite)
-        self._report(model)
+        self.loss_scale.update(finite, number)
+        self._report(model, number)
         return result
 
-    def _report(self, model: LightningModule) -> None:
+    def _report(self, model: LightningModule, optimizer: int) -> None:
         scale = self.loss_scale
         if not model.trainer.barebones:
             model.log("fourmin/loss_scale", scale.value, on_step=True, on_epoch=False)
             model.log("fourmin/skipped_steps", float(scale.skipped_steps), on_step=True, on_epoch=False)
-        if scale.exhausted:
-            raise RuntimeError(self._describe_overflow(model))
-        if scale.skips_in_a_row == PATIENCE // 2:
+        if scale.exhausted(optimizer):
+            raise RuntimeError(self._describe_overflow(model, optimizer))
+        if scale.skips_in_a_row[optimizer] == PATIENCE // 2:
             rank_zero_warn(
                 f"{PATIENCE // 2} steps in a row were skipped: their gradients are not finite; the loss scale is now "
                 f"{scale.value:g}"
             )
 
-    def _describe_overflow(self, model: LightningModule) -> str:
+    def _describe_overflow(self, model: LightningModule, optimizer: int) -> str:
         return (
-            f"gradients were not finite in {self.loss_scale.skips_in_a_row} steps in a row, the first at "
-            f"{self._first_bad}, the last with loss scale {self.loss_scale.value:g}; "
+            f"gradients were not finite in {self.loss_scale.skips_in_a_row[optimizer]} steps in a row, the first at "
+            f"{self._first_bad[optimizer]}, the last with loss scale {self.loss_scale.value:g}; "
             f"{losses_of_ranks(model.trainer, self._loss)}: look for bad data or a diverging loss, lower the learning "
             "rate, or try dtype='bf16' or precision='32-true'"
         )
@@ -201,7 +203,7 @@ class FourMinPrecision(HalfPrecision):
     def teardown(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, None
+        self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
         self._kernels = nullcontext()
         super().teardown()
 

@@ -7,6 +7,7 @@ outside of a step   both               -> the FP32 masters
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,13 @@ class _Parameters(dict[str, nn.Parameter | None]):
         if master not in copies:
             copies[master] = master.to(self._dtype)
         return copies[master]
+
+    @override
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        # `torch.func.functional_call` puts back what it has looked up: a copy.
+        for copies in self._copies.values():
+            value = next((cast(nn.Parameter, master) for master, copy in copies.items() if copy is value), value)
+        super().__setitem__(name, value)
 
     @override
     def __reduce__(self) -> tuple[type[dict], tuple[list[tuple[str, nn.Parameter | None]]]]:  # type: ignore[type-arg]

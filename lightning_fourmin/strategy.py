@@ -22,7 +22,7 @@ from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
 from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.choice import choose_cuts, choose_table
 from lightning_fourmin.comm.engine import Engine, all_reduce_hook
-from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_sparse_gradients, wire_bytes
+from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_complex_gradients, refuse_sparse_gradients, wire_bytes
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 
 class FourMinStrategy(ResilientDDPStrategy):
     """Data-parallel training with fused gradients and an all-reduce chosen by size and topology.
+
+    Where all buffers are running statistics of batch norm they are synced before they are read, not before every
+    forward. A module that switches batch norm to evaluation inside of a training step reads those of its own rank
+    there, unless it is given `forward_sync_buffers=True`, as `ddp` has it.
 
     Args:
         algorithm: "hybrid" (the table chooses for each bucket), "ring", "hierarchical" or "torus".
@@ -158,6 +162,7 @@ class FourMinStrategy(ResilientDDPStrategy):
         self.fusion_plan = None
         if self._ddp_comm_hook is None:
             refuse_sparse_gradients(model)
+            refuse_complex_gradients(model, self.wire_dtype)
             if not self._ddp_cuts and any(p.requires_grad for p in model.parameters()):
                 self.fusion_plan = self._plan_fusion(model)
                 kwargs["bucket_cap_mb_list"] = list(self.fusion_plan.caps_mb)

@@ -1,5 +1,6 @@
 """Batch norm statistics that travel late: every rank ends, validates and freezes with what rank 0 has under ddp."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,14 @@ class ScaledNorm(nn.BatchNorm1d):
     def __init__(self) -> None:
         super().__init__(3)
         self.register_buffer("scale", torch.ones(1))
+
+
+class Renorm(nn.BatchNorm1d):
+    """Reads its running statistics in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        return super().forward(input) - self.running_mean
 
 
 def with_buffer() -> nn.Module:
@@ -45,6 +54,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "instance norm": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)), False),
     "weighted loss": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.CrossEntropyLoss(weight=torch.ones(3))), False),
     "subclass": (ScaledNorm, False),
+    "forward of its own": (lambda: Renorm(3), False),
 }
 
 
@@ -96,6 +106,24 @@ class Frozen(Regression):
         self.net[1].eval()
 
 
+class Taught(Regression):
+    """A teacher that evaluates in training steps, its statistics those of the student."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.teacher = copy.deepcopy(net).requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher.eval()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.net(batch[0]) - self.teacher(batch[0]) - 1).pow(2).mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for mine, students in zip(self.teacher.buffers(), self.net.buffers(), strict=True):
+            mine.copy_(students)
+
+
 class Watch(Callback):
     """Keeps how DDP syncs buffers while it trains."""
 
@@ -136,8 +164,10 @@ def test_every_rank_ends_with_the_statistics_of_rank_0(ranks: RankPool) -> None:
         assert equal(parameters, ddp[1])
 
 
-@pytest.mark.parametrize(("model", "freeze"), [(Regression, True), (Frozen, False)])
-def test_freezing_batch_norm_is_as_under_ddp(ranks: RankPool, model: type[Regression], freeze: bool) -> None:
+@pytest.mark.parametrize(("model", "freeze"), [(Regression, True), (Frozen, False), (Taught, False)])
+def test_batch_norm_that_evaluates_in_training_is_as_under_ddp(
+    ranks: RankPool, model: type[Regression], freeze: bool
+) -> None:
     ddp, _ = ranks.run(fit, "ddp", model, freeze=freeze)
     for buffers, parameters, synced in ranks.run(fit, "fourmin", model, freeze=freeze):
         assert not synced

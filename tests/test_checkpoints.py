@@ -1,5 +1,6 @@
 """Checkpoints are whole or not there, whatever happens while they are written; files that are not whole are refused."""
 
+import errno
 import os
 import pickle
 import signal
@@ -135,6 +136,15 @@ def damaged(content: bytes) -> dict[str, bytes]:
 def test_files_that_are_no_checkpoint_are_refused(saved: Path, damage: str) -> None:
     saved.write_bytes(damaged(saved.read_bytes())[damage])
     with pytest.raises(CheckpointError, match=rf"^{saved} is not a whole checkpoint: .* from another$"):
+        AtomicCheckpointIO().load_checkpoint(saved)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(zipfile, "ZipFile", refuse)  # root may read everything
+    with pytest.raises(PermissionError, match=str(saved)):
         AtomicCheckpointIO().load_checkpoint(saved)
 
 

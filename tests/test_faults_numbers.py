@@ -9,12 +9,20 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightning_fourmin import FiniteCheck, FourMinPrecision, FourMinStrategy
+from lightning_fourmin.non_finite import all_finite
 from parity import Net, digest, images, weights
 from pool import RankPool
 from ranks import rank_env
 from training import rank_trainer
 
 BAD_STEP = 2
+
+
+def test_sparse_gradients_are_looked_at_as_well() -> None:
+    place, values = torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0])
+    sparse = torch.sparse_coo_tensor(place, values, (3,), check_invariants=True)
+    assert all_finite([torch.ones(2), sparse])
+    assert not all_finite([torch.ones(2), sparse * float("inf")])
 
 
 class BadInput(Net):

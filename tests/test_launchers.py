@@ -113,12 +113,11 @@ def plain_ddp(tmp_path_factory: pytest.TempPathFactory) -> str:
     return checksum([SCRIPT, "ddp", "2", "2"], tmp_path_factory.mktemp("ddp"), world=2)
 
 
-@pytest.mark.parametrize("launcher", ["script", "spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["script", "torchrun"])
 def test_launchers_train_the_same(plain_ddp: str, tmp_path: Path, launcher: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
     arguments = {
         "script": [SCRIPT, "fourmin"],
-        "spawn": [SCRIPT, "fourmin_spawn"],
         "torchrun": [*torchrun, "--master_port", str(free_port()), SCRIPT, "fourmin"],
     }[launcher]
     assert checksum([*arguments, "2", "2"], tmp_path, world=2) == plain_ddp

@@ -38,7 +38,7 @@ def test_grows_after_the_interval_and_halves_on_overflow() -> None:
     scale = LossScale(8.0, dynamic=True)
     for finite in [True] * GROWTH_INTERVAL + [False] + [True] * (GROWTH_INTERVAL - 1) + [False] * 3:
         scale.update(finite)
-    assert (scale.value, scale.skipped_steps, scale.skips_in_a_row) == (1.0, 4, 3)
+    assert (scale.value, scale.skipped_steps, scale.skips_in_a_row) == (1.0, 4, {0: 3})
     scale.update(False)
     assert scale.value == 1.0
 
@@ -48,6 +48,33 @@ def test_static_scale_stays() -> None:
     for finite in (False, *[True] * GROWTH_INTERVAL):
         scale.update(finite)
     assert scale.value == 8.0
+
+
+class OneOfTwo(Net):
+    """Of two optimizers the first never gets finite gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer, factor in zip(self.optimizers(), (float("nan"), 1.0), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(factor * super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.conv, self.head)]
+
+
+def test_steps_of_another_optimizer_do_not_count() -> None:
+    with (
+        pytest.warns(UserWarning, match="8 steps in a row were skipped"),
+        pytest.raises(
+            RuntimeError, match=r"17 steps in a row, the first at global_step 0 of epoch 0 \('conv.bias' first"
+        ),
+    ):
+        fit(seeded(OneOfTwo), FourMinPrecision(), num_batches=20)
 
 
 class Finite(Overflow):

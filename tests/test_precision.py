@@ -185,6 +185,46 @@ def test_double_stays_double() -> None:
     assert [t.dtype for t in found.values()] == [torch.float16, torch.float64, torch.int64]
 
 
+class DoubleNorm(Net):
+    """Ends with a norm in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.LayerNorm(5).double()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self.last(self(batch[0]).double())
+        assert logits.dtype is torch.float64
+        return F.cross_entropy(logits, batch[1])
+
+
+class Functional(Net):
+    """Calls a layer with other weights on its way."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        masters = dict(self.head.named_parameters())
+        others = {name: 0.5 * master for name, master in masters.items()}
+        out = torch.func.functional_call(self.head, others, (torch.ones(1, 8 * 16),))
+        assert out.dtype is torch.float16
+        assert all(found is masters[name] for name, found in self.head.named_parameters())
+        return super().training_step(batch, batch_idx)
+
+
+def test_functional_calls_leave_the_masters_in_place() -> None:
+    nets = [seeded(Functional), seeded()]
+    for net in nets:
+        fit(net, FourMinPrecision())
+    assert torch.equal(*map(state, nets))
+
+
+def test_norms_in_float64_stay_so() -> None:
+    net = seeded(DoubleNorm)
+    before = weights(net)
+    fit(net, FourMinPrecision())
+    assert net.last.weight.dtype is torch.float64
+    assert not torch.equal(weights(net), before)
+
+
 class Compiled(Net):
     """The inner net compiled; `self.log` and the loss stay outside."""
 

@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,29 @@ def test_sparse_gradients_are_refused(ranks: RankPool, embedding: type[nn.Module
     for error in ranks.run(error_of_fit, {}, net):
         assert error.startswith("ValueError: net.0.1 makes sparse gradients")
         assert "build it with sparse=False, or use strategy='ddp'" in error
+
+
+def test_complex_gradients_are_refused_on_another_wire(ranks: RankPool) -> None:
+    net = nn.Linear(4, 4)
+    net.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    for error in ranks.run(error_of_fit, {"wire_dtype": "fp16"}, net):
+        assert error.startswith(
+            "ValueError: net.phase has complex gradients, which do not fit into float16 on the wire"
+        )
+
+
+def fit_without_a_cache() -> str:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setenv("XDG_CACHE_HOME", "/dev/null")
+        warnings.simplefilter("always")
+        assert error_of_fit({"table": "auto"}, nn.Linear(4, 4)) == "no error"
+        return " ".join(str(warning.message) for warning in caught)
+
+
+def test_a_cache_that_cannot_be_written_costs_the_table_only(ranks: RankPool) -> None:
+    told, silent = ranks.run(fit_without_a_cache)
+    assert "the table is not kept for later runs: /dev/null/lightning_fourmin" in told
+    assert "not kept" not in silent
 
 
 def test_module_without_gradients_gets_torch_s_own_error(ranks: RankPool) -> None:

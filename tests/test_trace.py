@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -113,6 +114,7 @@ def test_one_trace_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
 
 def die_before_the_end(folder: Path) -> None:
     trace = Trace(dist.get_rank(), dist.get_world_size())
+    trace.align(torch.device("cpu"))
     with trace.span("main", "work"):
         pass
     if dist.get_rank() == 1:
@@ -135,6 +137,7 @@ def long_trace(folder: Path) -> None:
         patch.setattr("lightning_fourmin.comm.trace.MAX_SPANS", 20)
         patch.setattr("lightning_fourmin.comm.trace.CHUNK_BYTES", 7)
         trace = Trace(dist.get_rank(), dist.get_world_size())
+        trace.align(torch.device("cpu"))
         for number in range(100):
             trace.add("main", f"step {number}", trace_module.now_ns())
         trace.write_merged(folder / "fourmin_trace.json")

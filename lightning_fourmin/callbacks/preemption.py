@@ -38,9 +38,9 @@ class PreemptionCheckpoint(Callback):
 
     The file is `last.ckpt`, which `ckpt_path="last"` goes on from. Ranks ask each other about once a second, after a
     step on which they have agreed, and after the last step of an epoch: then they save, finish the epoch with its
-    validation, and end. Validation inside an epoch is finished before they ask. Asked before the first step, they end
-    without a file. Lightning's own handler broadcasts from wherever the signal finds a rank, which blocks if the others
-    are elsewhere; this callback takes its place.
+    validation, and save and end after the first step of the next. Validation inside an epoch is finished before they
+    ask. Asked before the first step, they end without a file. Lightning's own handler broadcasts from wherever the
+    signal finds a rank, which blocks if the others are elsewhere; this callback takes its place.
 
     The same on SLURM when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where Lightning saves
     from the midst of a step: then the job is queued again, too, and a second file lies where Lightning looks for it, so

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lightning_fourmin.comm.members import Members
 
 _NUMBER = struct.Struct("=q")
+LONGEST_POLL_MS = 2**31 - 1
 
 
 class LostRankError(RuntimeError):
@@ -73,7 +74,7 @@ class Bells:
         pipe = self._hear[place]
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
-        if not poll.poll(1e3 * self._timeout_s):
+        if not poll.poll(min(1e3 * self._timeout_s, LONGEST_POLL_MS)):
             raise LostRankError(f"rank {self._members.ranks[place]} was not ready within {self._timeout_s:g} s")
         heard = os.read(pipe, _NUMBER.size)
         if not heard:

@@ -3,13 +3,14 @@
 Without a table the cost model makes one; without cuts the fusion threshold does.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_fourmin.comm.groups import ProcessGroups
@@ -39,7 +40,11 @@ def choose_table(
         rank_zero_info(f"fourmin: measuring the all-reduce for {AUTO_BUDGET_S:g} s (table='auto', kept for later runs)")
         table = measure_table(topology, groups, device, largest_bytes, AUTO_BUDGET_S)
         if dist.get_rank() == 0:
-            table.to_csv(cached_table_path(topology, table.backend))
+            path = cached_table_path(topology, table.backend)
+            try:
+                table.to_csv(path)
+            except OSError as error:
+                rank_zero_warn(f"the table is not kept for later runs: {path}: {error.strerror}")
     return table
 
 
@@ -52,14 +57,14 @@ def choose_cuts(
 
 def _from_rank_0(read: Callable[[], T]) -> T:
     """What rank 0 reads, on all ranks, or its error."""
-    found: T | ValueError | None = None
+    found: T | ValueError | OSError | None = None
     if dist.get_rank() == 0:
         try:
             found = read()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             found = error
     found = agreed(found)
-    if isinstance(found, ValueError):
+    if isinstance(found, ValueError | OSError):
         raise found
     return cast(T, found)
 
@@ -72,6 +77,6 @@ def _path(asked: str | Path | None, topology: Topology) -> Path:
 def _find(asked: str | Path | None, topology: Topology, any_groups: bool) -> AllReduceTable | None:
     """The table that the user asked for; None if it has to be measured."""
     backend, path = dist.get_backend(), _path(asked, topology)
-    if asked not in (None, "auto") or path.exists():
+    if asked not in (None, "auto") or os.path.exists(path):  # False, too, where it may not be looked for
         return AllReduceTable.from_csv(path, topology, backend, any_groups)
     return None if asked == "auto" else AllReduceTable.from_cost_model(topology, backend)

@@ -104,6 +104,15 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
+def refuse_complex_gradients(module: nn.Module, wire_dtype: torch.dtype | None) -> None:
+    for name, parameter in module.named_parameters():
+        if wire_dtype is not None and parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"{name} has complex gradients, which do not fit into {str(wire_dtype).removeprefix('torch.')} on the "
+                "wire: leave wire_dtype out, with precision='32-true', or use strategy='ddp'"
+            )
+
+
 def wire_bytes(module: nn.Module, wire_dtype: torch.dtype | None) -> int:
     """What a step puts on the wire; None: gradients go in their own dtype."""
     return sum(p.numel() * (wire_dtype or p.dtype).itemsize for p in module.parameters() if p.requires_grad)

@@ -11,6 +11,7 @@ the same model, so the last transfer never ends later than with that rule.
 import hashlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,8 +80,8 @@ def write_cuts(path: Path, cuts: Cuts, made: str) -> None:
 
 
 def read_cuts(path: Path) -> Cuts | None:
-    """None if there is no such file."""
-    if not path.exists():
+    """None if there is no such file, or it may not be looked for."""
+    if not os.path.exists(path):
         return None
     try:
         found = json.loads(path.read_text())

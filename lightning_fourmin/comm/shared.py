@@ -54,7 +54,7 @@ class SharedArena:
         """Maps the areas of all members, or None on all of them if one cannot (no common process namespace, say)."""
         num_bytes = _aligned(num_bytes)
         inward, outward = Bells(members, timeout_s), Bells(members, timeout_s)
-        descriptor = os.memfd_create("fourmin") if hasattr(os, "memfd_create") else None
+        descriptor = _anonymous_file()
         path, token = "", os.urandom(TOKEN_BYTES)
         areas: list[Tensor] = []
         try:
@@ -113,6 +113,13 @@ class SharedArena:
             self._placed.popleft()[2]()
         self._placed.append((start, stop, wait_until_done))
         return Slot([area[start:stop].view(dtype) for area in self._gradients], self._sums[start:stop].view(dtype))
+
+
+def _anonymous_file() -> int | None:
+    try:
+        return os.memfd_create("fourmin")
+    except (AttributeError, OSError):  # not on this system, or not allowed
+        return None
 
 
 def _mapped(files: list[tuple[str, bytes]], num_bytes: int) -> list[Tensor]:

@@ -50,7 +50,9 @@ class Trace:
     """The last spans of this rank; appending is all that happens while training runs."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank, self._num_ranks, self._token = rank, num_ranks, ""
+        self._rank, self._num_ranks = rank, num_ranks
+        self._store: dist.Store | None = None
+        """Connected while rank 0 is there: a new connection would wait for it for long."""
         self._spans: deque[Span] = deque(maxlen=min(MAX_SPANS_A_RANK, MAX_SPANS // num_ranks))
         self._offset_ns = 0
 
@@ -87,7 +89,7 @@ class Trace:
         """
         tokens = [uuid.uuid4().hex]
         dist.broadcast_object_list(tokens, src=0)
-        self._token = tokens[0]  # spans of an earlier run may come late
+        self._store = own_store(f"trace{tokens[0]}")  # spans of an earlier run may come late
         clock = torch.zeros(1, dtype=torch.int64, device=device)
         for rank in range(1, self._num_ranks):
             if self._rank not in (0, rank):
@@ -110,13 +112,13 @@ class Trace:
 
     def write_merged(self, path: Path) -> None:
         """Rank 0 writes the spans of all ranks that answer in time; the others give theirs through the store."""
+        assert self._store is not None
         mine = zlib.compress(json.dumps([self._offset_ns, list(self._spans)]).encode())
         try:
-            store = own_store(f"trace{self._token}")
             if self._rank != 0:
-                _post(store, self._rank, mine)
+                _post(self._store, self._rank, mine)
                 return
-            everyones, missing = _collect(store, self._num_ranks)
+            everyones, missing = _collect(self._store, self._num_ranks)
         except dist.DistError as error:
             if self._rank != 0:
                 log.warning("the spans of rank %d are not in the trace: rank 0 is gone (%s)", self._rank, error)

@@ -1,8 +1,13 @@
 """Launches that take long: spawned ranks import everything anew, nodes that meet again wait for each other."""
 
+import os
 import re
+import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 import test_faults_restart as restart
 from counting import numbers_module
@@ -34,6 +39,32 @@ def test_spawn_returns_fp32_masters(tmp_path: Path) -> None:
         checksum([SCRIPT, name, "2", "2", "16-true"], tmp_path, world=2) for name in ("fourmin", "fourmin_spawn")
     )
     assert script == spawn
+
+
+def test_spawned_ranks_train_the_same(tmp_path: Path) -> None:
+    script, spawn = (checksum([SCRIPT, name, "2", "2"], tmp_path, world=2) for name in ("ddp", "fourmin_spawn"))
+    assert script == spawn
+
+
+def test_a_rank_may_take_longer_than_the_one_that_started_it(tmp_path: Path) -> None:
+    with running([str(TESTS / "scripts" / "predict.py")], tmp_path) as run:
+        assert run.process.wait(120) == 0, run.output
+        assert run.left() == []
+        assert sorted(re.findall(r"rank \d has predicted", run.output)) == [
+            "rank 0 has predicted",
+            "rank 1 has predicted",
+        ]
+
+
+@pytest.mark.parametrize("delay_s", range(12))
+def test_ctrl_c_while_tuning(tmp_path: Path, delay_s: int) -> None:
+    """From the first import on."""
+    with running(["-m", "lightning_fourmin.app", "tune", "accelerator=cpu", "budget_s=100"], tmp_path) as run:
+        time.sleep(1 + delay_s)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(60) in (130, -signal.SIGINT), run.output
+        assert run.left() == []
+        assert "Traceback" not in run.output or delay_s < 4
 
 
 def test_a_spawned_rank_reads_the_same(tmp_path: Path) -> None:
