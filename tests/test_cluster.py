@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster import ClusterUnavailable, EmulatedCluster
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from cluster import ClusterUnavailable, EmulatedCluster  # noqa: E402
 
 
 def namespaces(cluster: EmulatedCluster) -> list[str]:

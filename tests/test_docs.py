@@ -16,6 +16,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from readme import filled
 
 import lightning_fourmin as fm
 from lightning_fourmin.app import VERBS
@@ -171,6 +172,11 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_version(fourmin: Callable[..., tuple[int, str, str]]) -> None:
     assert fourmin("--version") == (0, f"fourmin {fm.__version__}\n", "")
+
+
+def test_tables_of_the_readme_are_those_of_the_results() -> None:
+    text = (REPO / "README.md").read_text()
+    assert filled(text) == text, "run python benchmarks/readme.py"
 
 
 def words_of(picture: Path) -> list[str]:

@@ -1,6 +1,5 @@
 """The large-batch table of the benchmarks: rows differ in what they say, runs become small files, files a table."""
 
-import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -8,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from large_batch import BASELINES, EFFECTS, MODELS, ROWS, Comparison, report
+from large_batch_picture import picture
+from large_batch_runs import keep, read_rows
 from omegaconf import OmegaConf
 
 from composing import composed
@@ -15,12 +17,6 @@ from lightning_fourmin.report.metrics import read_metrics
 from runs import RUN, write_run
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from large_batch import BASELINES, EFFECTS, MODELS, ROWS, Comparison, report  # noqa: E402
-from large_batch_picture import picture  # noqa: E402
-from large_batch_runs import keep, read_rows  # noqa: E402
-
 CONF = BENCHMARKS / "large_batch" / "conf"
 LARS = {"optim._target_", "optim.lr", "optim.trust_coefficient", "optim.eps", "optim.form"}
 NO_DECAY = {"model.decay_all"}

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Trains every row of the large-batch table, or what is left of it, and writes the table. README.md says what it needs.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PATH="$PWD/.venv/bin:$PATH"
+
+sweep() {
+    fourmin train -m --config-dir benchmarks/large_batch/conf resume=true "hydra.sweep.dir=runs/large_batch/$1" "${@:2}"
+    python benchmarks/large_batch.py "runs/large_batch/$1"
+}
+
+sweep first_seed seed=1 'experiment=glob(*_*)'
+sweep more_seeds seed=2,3 'experiment=glob(alexnet_*,exclude=alexnet_larger_*)'

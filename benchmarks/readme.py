@@ -1,0 +1,83 @@
+"""Fills the tables of README.md from the files of results.
+
+Example: .venv/bin/python benchmarks/readme.py
+"""
+
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+from large_batch import ROWS
+from results import read, table
+from stats import paired_ratio
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PLACE = re.compile(r"(<!-- (\w+) of [^>]*-->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+SETTINGS = {
+    "2x2_200mbit": "2 x 2, 200 Mbit/s",
+    "2x4_200mbit": "2 x 4, 200 Mbit/s",
+    "4x2_200mbit": "4 x 2, 200 Mbit/s",
+    "2x2_1gbit": "2 x 2, 1 Gbit/s",
+    "4x2_1gbit": "4 x 2, 1 Gbit/s",
+    "1x2_100gbit": "one machine, 2 ranks",
+}
+POINTS = {"ms a step": "ms a step", "e": "scaling efficiency", "90 epochs, min": "minutes for 90 epochs"}
+"""Ending of a row of paper.md -> what README calls it."""
+
+
+def steps() -> str:
+    data: dict[str, dict[str, list[float]]] = read("step")
+    rows = []
+    for name, title in SETTINGS.items():
+        times = data[f"{name}_fc_heavy"]
+        pairs = (("ddp", "fourmin"), ("ddp", "fourmin_fp16"), ("ddp_fp16", "fourmin_fp16"))
+        rows.append([title, *(f"{paired_ratio(times[theirs], times[ours]).median:.2f}" for theirs, ours in pairs)])
+    return table(["nodes x ranks, link", "FP32 wire / ddp", "FP16 wire / ddp", "FP16 wire / fp16_compress"], rows)
+
+
+def paper() -> str:
+    page = (ROOT / "benchmarks" / "paper.md").read_text()
+    rows = []
+    for ending, title in POINTS.items():
+        (found,) = re.findall(rf"^\| ResNet-50, 1024 x 64, {ending} \| (.+) \| .+ \| (.+) \| prediction", page, re.M)
+        rows.append([title, *found])
+    return table(["ResNet-50, 1024 GPUs, 64 images each", "published", "ours"], rows)
+
+
+def accuracy() -> str:
+    data: dict[str, Any] = read("large_batch")
+    rows = []
+    for name, (title, of_alexnet) in ROWS.items():
+        if not name.startswith("alexnet_"):
+            continue
+        other = name.replace("alexnet_", "resnet_")
+        rows.append(
+            [
+                title,
+                f"{data[name]['batch']:,}",
+                _top1(data, name),
+                of_alexnet,
+                _top1(data, other),
+                ROWS.get(other, "--")[1],
+            ]
+        )
+    return table(["row", "batch", "AlexNet-BN", "paper, 64K", "ResNet", "paper, 64K"], rows)
+
+
+def _top1(data: dict[str, Any], name: str) -> str:
+    if name not in data:
+        return "-"
+    top1 = data[name]["top1"]
+    return f"{statistics.fmean(top1):.1f}" + (f" +- {statistics.stdev(top1):.1f}" if len(top1) > 1 else "")
+
+
+def filled(text: str) -> str:
+    """The text of README with its tables as the results have them."""
+    makers = {"steps": steps, "paper": paper, "accuracy": accuracy}
+    return PLACE.sub(lambda found: found[1] + makers[found[2]](), text)
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text()))
