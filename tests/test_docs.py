@@ -174,6 +174,15 @@ def test_version(fourmin: Callable[..., tuple[int, str, str]]) -> None:
     assert fourmin("--version") == (0, f"fourmin {fm.__version__}\n", "")
 
 
+def test_promises_name_tests_that_exist() -> None:
+    text = (DOCS / "reliability.md").read_text()
+    named = re.findall(r"`((?:test|soak)_\w+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 50
+    for file, name in named:
+        (path,) = (REPO / "tests").rglob(file)
+        assert not name or f"def {name}(" in path.read_text(), f"{file}::{name}"
+
+
 def test_tables_of_the_readme_are_those_of_the_results() -> None:
     text = (REPO / "README.md").read_text()
     assert filled(text) == text, "run python benchmarks/readme.py"
