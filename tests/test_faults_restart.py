@@ -1,8 +1,6 @@
 """Runs of scripts that lose a rank: they end by themselves, or torchrun starts them again and nothing is lost."""
 
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ from torch.distributed import HashStore
 
 from lightning_fourmin.app.restart import newest_of_job, remember
 from lightning_fourmin.checkpoints import AtomicCheckpointIO
-from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from test_launchers import TESTS, running
 
 SCRIPT = str(TESTS / "scripts" / "survive.py")
@@ -64,26 +61,6 @@ def test_torchrun_goes_on_where_a_killed_rank_left_off(undisturbed: str, tmp_pat
         assert len(numbers) == len(set(numbers)) == NUM_STEPS * 128, f"epoch {epoch}"
     again = [line.split()[0] for line in (tmp_path / "rank0.txt").read_text().splitlines()]
     assert len(again) > 2 * NUM_STEPS, "steps after the last checkpoint are done again"
-
-
-def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
-    length = "trainer.max_epochs=12 trainer.limit_train_batches=3 trainer.limit_val_batches=1"
-    options = f"trainer=torchrun trainer.accelerator=cpu {length} trainer.log_every_n_steps=1 data.num_workers=0"
-    command = ["-m", "lightning_fourmin.app", "train", *options.split()]
-    with running([*torchrun("--max-restarts", "1"), *command], tmp_path) as run:
-        run.wait_until(lambda: list(tmp_path.glob("runs/digits/*/checkpoints/last.ckpt")))
-        (victim,) = run.processes("RANK=1")
-        os.kill(victim, signal.SIGKILL)
-        assert run.process.wait(120) == 0, run.output
-        assert run.left() == []
-    (folder,) = (tmp_path / "runs" / "digits").iterdir()
-    checkpoint = re.escape(str(folder / "checkpoints" / "last.ckpt"))
-    assert re.search(f"torchrun has started this job again: it goes on from {checkpoint}", run.output), run.output
-    metrics = read_metrics(folder)
-    assert metrics["train/loss"].steps.tolist() == list(range(36))
-    (resumed,) = resumed_steps(metrics)
-    assert resumed > 0
-    assert resumed % 3 == 0
 
 
 def test_checkpoints_of_others_are_left_alone(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from lightning_fourmin import FourMinStrategy
 from parity import Net, digest, images, state
 from pool import RankFailure, RankPool
 from ranks import current_case
-from test_launchers import TESTS, running
 from training import rank_trainer
 
 STOPPED_STEP = 2
@@ -65,24 +63,6 @@ def test_resumed_in_time_the_run_goes_on(ranks: RankPool, tmp_path: Path) -> Non
         assert any(
             re.search(r"has waited for more than 0.4 s; not arrived: rank 1 ", line) for line in stopped[rank][1]
         )
-
-
-def test_rank_0_is_stopped_which_holds_the_store(tmp_path: Path) -> None:
-    fault = "0:5:SIGSTOP:0"
-    script = [str(TESTS / "scripts" / "survive.py"), "3", str(tmp_path), fault, "timeout_s=4", "stall_warning_s=1"]
-    with running(script, tmp_path) as run:
-        deadline = time.monotonic() + 180
-        # Rank 0 is the script itself, and was started without a rank.
-        while not (tmp_path / f"{fault}.done").exists() or run.processes("LOCAL_RANK="):
-            assert run.process.poll() is None, run.output
-            assert time.monotonic() < deadline, run.output
-            time.sleep(0.1)
-        said = "it waits for rank 0; the store, which knows about the others, does not answer"
-        assert f"has waited for more than 1 s; {said}" in run.output
-        assert run.output.count("LostRankError: rank 0 is gone: the store of the process group") == 2, run.output
-        os.kill(run.process.pid, signal.SIGCONT)
-        assert run.process.wait(60) != 0
-        assert run.left() == []
 
 
 def test_not_resumed_all_end_and_name_it(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Launches that take long: spawned ranks import everything anew, nodes that meet again wait for each other."""
+"""Launches that take long: ranks import everything anew, wait for each other when they meet again, or for time-outs."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import pytest
 
 import test_faults_restart as restart
 from counting import numbers_module
+from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from shards import write_numbers
 from test_datamodule import TESTS, run_until
 from test_launchers import SCRIPT, checksum, free_port, running
@@ -32,6 +33,44 @@ def test_torchrun_goes_on_on_two_nodes_that_count_restarts_differently(tmp_path:
             assert run.process.wait(240) == 0, "\n".join(run.output for run in runs)
             assert run.left() == []
         assert re.findall(r"checksum (\w+)", "".join(run.output for run in runs)) == [undisturbed]
+
+
+def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
+    length = "trainer.max_epochs=12 trainer.limit_train_batches=3 trainer.limit_val_batches=1"
+    options = f"trainer=torchrun trainer.accelerator=cpu {length} trainer.log_every_n_steps=1 data.num_workers=0"
+    command = ["-m", "lightning_fourmin.app", "train", *options.split()]
+    with running([*restart.torchrun("--max-restarts", "1"), *command], tmp_path) as run:
+        run.wait_until(lambda: list(tmp_path.glob("runs/digits/*/checkpoints/last.ckpt")))
+        (victim,) = run.processes("RANK=1")
+        os.kill(victim, signal.SIGKILL)
+        assert run.process.wait(120) == 0, run.output
+        assert run.left() == []
+    (folder,) = (tmp_path / "runs" / "digits").iterdir()
+    checkpoint = re.escape(str(folder / "checkpoints" / "last.ckpt"))
+    assert re.search(f"torchrun has started this job again: it goes on from {checkpoint}", run.output), run.output
+    metrics = read_metrics(folder)
+    assert metrics["train/loss"].steps.tolist() == list(range(36))
+    (resumed,) = resumed_steps(metrics)
+    assert resumed > 0
+    assert resumed % 3 == 0
+
+
+def test_rank_0_is_stopped_which_holds_the_store(tmp_path: Path) -> None:
+    fault = "0:5:SIGSTOP:0"
+    script = [restart.SCRIPT, "3", str(tmp_path), fault, "timeout_s=4", "stall_warning_s=1"]
+    with running(script, tmp_path) as run:
+        deadline = time.monotonic() + 180
+        # Rank 0 is the script itself, and was started without a rank.
+        while not (tmp_path / f"{fault}.done").exists() or run.processes("LOCAL_RANK="):
+            assert run.process.poll() is None, run.output
+            assert time.monotonic() < deadline, run.output
+            time.sleep(0.1)
+        said = "it waits for rank 0; the store, which knows about the others, does not answer"
+        assert f"has waited for more than 1 s; {said}" in run.output
+        assert run.output.count("LostRankError: rank 0 is gone: the store of the process group") == 2, run.output
+        os.kill(run.process.pid, signal.SIGCONT)
+        assert run.process.wait(60) != 0
+        assert run.left() == []
 
 
 def test_spawn_returns_fp32_masters(tmp_path: Path) -> None:
