@@ -4,11 +4,8 @@ Example: .venv/bin/python benchmarks/readme.py
 """
 
 import re
-import statistics
 from pathlib import Path
-from typing import Any
 
-from large_batch import ROWS
 from results import read, table
 from stats import paired_ratio
 
@@ -46,36 +43,9 @@ def paper() -> str:
     return table(["ResNet-50, 1024 GPUs, 64 images each", "published", "ours"], rows)
 
 
-def accuracy() -> str:
-    data: dict[str, Any] = read("large_batch")
-    rows = []
-    for name, (title, of_alexnet) in ROWS.items():
-        if not name.startswith("alexnet_"):
-            continue
-        other = name.replace("alexnet_", "resnet_")
-        rows.append(
-            [
-                title,
-                f"{data[name]['batch']:,}",
-                _top1(data, name),
-                of_alexnet,
-                _top1(data, other),
-                ROWS.get(other, "--")[1],
-            ]
-        )
-    return table(["row", "batch", "AlexNet-BN", "paper, 64K", "ResNet", "paper, 64K"], rows)
-
-
-def _top1(data: dict[str, Any], name: str) -> str:
-    if name not in data:
-        return "-"
-    top1 = data[name]["top1"]
-    return f"{statistics.fmean(top1):.1f}" + (f" +- {statistics.stdev(top1):.1f}" if len(top1) > 1 else "")
-
-
 def filled(text: str) -> str:
     """The text of README with its tables as the results have them."""
-    makers = {"steps": steps, "paper": paper, "accuracy": accuracy}
+    makers = {"steps": steps, "paper": paper}
     return PLACE.sub(lambda found: found[1] + makers[found[2]](), text)
 
 

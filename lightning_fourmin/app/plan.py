@@ -15,16 +15,13 @@ from lightning_fourmin.app.verb import run
 from lightning_fourmin.models import build_model
 from lightning_fourmin.options import WIRE_DTYPES
 from lightning_fourmin.predict.cluster import Cluster
-from lightning_fourmin.predict.errors import PlanError
+from lightning_fourmin.predict.errors import UNFIT, PlanError
 from lightning_fourmin.predict.outlook import Outlook
 from lightning_fourmin.predict.profile import Profile, measure_profile
 from lightning_fourmin.predict.scenario import Scenario
 from lightning_fourmin.predict.stragglers import Stragglers
 from lightning_fourmin.predict.tuned import with_table
 from lightning_fourmin.predict.work import peak_profile
-
-UNFIT = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What modules raise that are made or called with something that they are not for."""
 
 
 @dataclass

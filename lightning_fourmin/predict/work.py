@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from lightning_fourmin.predict.errors import PlanError
+from lightning_fourmin.predict.errors import UNFIT, PlanError
 from lightning_fourmin.predict.profile import Loss, Profile, batch_size_of, profile_of, record
 
 UPDATE_BYTES_A_PARAMETER = 5 * 4
@@ -46,7 +46,7 @@ def peak_profile(
     try:
         with _WorkClock(device) as clock:
             marks = record(twin, shapes, loss, clock.mark)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except UNFIT as error:
         shape = next(tuple(value.shape) for value in shapes if isinstance(value, Tensor))
         raise PlanError(
             f"{type(module).__name__} cannot be traced with an input of {shape} ({type(error).__name__}: {error}): "
