@@ -96,7 +96,7 @@ class Slow(Callback):
 
     def _pause(self, hook: str) -> None:
         if current_case().rank == self._rank and self._hook == hook:
-            time.sleep(0.15)
+            time.sleep(0.3)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._pause("start")
@@ -112,14 +112,14 @@ def fit(
     monitor = ScalingMonitor()
     defaults: dict[str, Any] = {"max_steps": 6, "log_every_n_steps": 3}
     trainer = rank_trainer(strategy, callbacks=[*callbacks, monitor], **defaults | kwargs)
-    trainer.fit(Net() if module is None else module, images(6))
+    trainer.fit(Net() if module is None else module, images(max(6, kwargs.get("max_steps", 6))))
     assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return monitor.summary, metrics, {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
 
 def slow_fit(rank: int, hook: str) -> ScalingSummary | None:
-    return fit("fourmin", callbacks=(Slow(rank, hook),))[0]
+    return fit("fourmin", callbacks=(Slow(rank, hook),), max_steps=9)[0]
 
 
 @pytest.mark.parametrize(("rank", "hook"), [(1, "start"), (2, "end"), (0, "end")])
