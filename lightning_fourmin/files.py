@@ -1,4 +1,4 @@
-"""Files that are complete or not there at all, and the folder for those that the package keeps."""
+"""Files that are complete or not there at all, or in memory only, and the folder for those that the package keeps."""
 
 import os
 from pathlib import Path
@@ -10,6 +10,14 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     partial.write_text(text)
     partial.replace(path)
+
+
+def file_in_memory(name: str) -> int | None:
+    """The descriptor of a file without a path, which goes with its last user; None where there is no such thing."""
+    try:
+        return os.memfd_create(name)
+    except (AttributeError, OSError):  # not on this system, or not allowed
+        return None
 
 
 def cache_folder() -> Path:

@@ -14,6 +14,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_fourmin.files import file_in_memory
+
 _CALLED, _DONE = b"c", b"d"
 GRACE_S = 8.0
 """How long ranks may take to end by themselves."""
@@ -38,8 +40,8 @@ class PatientLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             os.environ[LAUNCHER_PID] = str(os.getpid())
-            if hasattr(os, "memfd_create"):
-                os.environ[LAUNCHER_NOTE] = f"/proc/{os.getpid()}/fd/{os.memfd_create('fourmin-launcher')}"
+            if (note := file_in_memory("fourmin-launcher")) is not None:
+                os.environ[LAUNCHER_NOTE] = f"/proc/{os.getpid()}/fd/{note}"
             self._call_children_scripts()
             _PatientObserver(os.getpid(), self.procs, sleep_period=1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)

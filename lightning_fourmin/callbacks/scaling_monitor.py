@@ -210,7 +210,7 @@ class ScalingMonitor(Callback):
 
 
 def _is_alone(number: int) -> bool:
-    return FIRST_ALONE <= number < FIRST_ALONE + NUM_ALONE or (number > 0 and number % ALONE_EVERY == 0)
+    return FIRST_ALONE <= number < FIRST_ALONE + NUM_ALONE or number % ALONE_EVERY == 0
 
 
 def summarize(everyones: Sequence[_Step]) -> ScalingSummary:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_fourmin.comm.bells import Bells
 from lightning_fourmin.comm.members import Members
+from lightning_fourmin.files import file_in_memory
 
 ALIGNMENT = 64
 TOKEN_BYTES = 16
@@ -54,7 +55,7 @@ class SharedArena:
         """Maps the areas of all members, or None on all of them if one cannot (no common process namespace, say)."""
         num_bytes = _aligned(num_bytes)
         inward, outward = Bells(members, timeout_s), Bells(members, timeout_s)
-        descriptor = _anonymous_file()
+        descriptor = file_in_memory("fourmin")
         path, token = "", os.urandom(TOKEN_BYTES)
         areas: list[Tensor] = []
         try:
@@ -113,13 +114,6 @@ class SharedArena:
             self._placed.popleft()[2]()
         self._placed.append((start, stop, wait_until_done))
         return Slot([area[start:stop].view(dtype) for area in self._gradients], self._sums[start:stop].view(dtype))
-
-
-def _anonymous_file() -> int | None:
-    try:
-        return os.memfd_create("fourmin")
-    except (AttributeError, OSError):  # not on this system, or not allowed
-        return None
 
 
 def _mapped(files: list[tuple[str, bytes]], num_bytes: int) -> list[Tensor]:
