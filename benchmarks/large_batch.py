@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from large_batch_picture import picture
 from large_batch_runs import RUNS, Row, keep, read_rows
-from results import FOLDER, table, write
+from results import table, write
 
 GOAL_POINTS = 0.5
 """The full recipe may be this far below the best small-batch baseline, or as far as the seeds spread."""
@@ -26,15 +25,15 @@ ROWS = {
     "alexnet_no_decay": ("+ no decay on bias and BN", "57.1 [fig]"),
     "alexnet_bn5": ("+ BN after pool5", "58.7 [abs]"),
     "alexnet_fp16": ("+ FP16 with FP32 masters: full recipe", "58.7 [abs]"),
-    "alexnet_fp16_naive": ("naive FP16 LARS instead", "stalls [seed]"),
+    "alexnet_fp16_naive": ("naive FP16 LARS instead", "stalls [paper]"),
     "alexnet_larger_sgd": ("larger batch, SGD, linear scaling", "-"),
     "alexnet_larger_fp16": ("larger batch, full recipe", "-"),
     "resnet_baseline": ("small batch, SGD", "75.3 [team]"),
-    "resnet_sgd": ("large batch, SGD, linear scaling", "60.6 [seed]"),
-    "resnet_lars": ("+ LARS", "71.9 [seed]"),
+    "resnet_sgd": ("large batch, SGD, linear scaling", "60.6 [paper]"),
+    "resnet_lars": ("+ LARS", "71.9 [paper]"),
     "resnet_no_decay": ("+ no decay on bias and BN", "76.2 [unc]"),
     "resnet_fp16": ("+ FP16 with FP32 masters: full recipe", "75.8 [abs]"),
-    "resnet_fp16_naive": ("naive FP16 LARS instead", "stalls [seed]"),
+    "resnet_fp16_naive": ("naive FP16 LARS instead", "stalls [paper]"),
 }
 """Experiment -> what it is, top-1 of the paper on ImageNet at 64K (its baseline at 256)."""
 MODELS = {"alexnet": "alexnet_bn_small", "resnet": "resnet_small"}
@@ -59,14 +58,14 @@ EFFECTS = [
     Effect("no decay on bias and BN helps", "alexnet_lars", "alexnet_no_decay", "higher", "55.8 -> 57.1 [fig]"),
     Effect("BN after pool5 helps", "alexnet_no_decay", "alexnet_bn5", "higher", "57.1 [fig] -> 58.7 [abs]"),
     Effect("FP16 with FP32 masters costs nothing", "alexnet_bn5", "alexnet_fp16", "not lower", "no loss [abs]"),
-    Effect("naive FP16 LARS fails", "alexnet_fp16", "alexnet_fp16_naive", "lower", "stalls [seed]"),
+    Effect("naive FP16 LARS fails", "alexnet_fp16", "alexnet_fp16_naive", "lower", "stalls [paper]"),
     Effect("SGD loses more at a larger batch", "alexnet_sgd", "alexnet_larger_sgd", "lower", "-"),
     Effect("there the full recipe beats SGD", "alexnet_larger_sgd", "alexnet_larger_fp16", "higher", "-"),
-    Effect("a large batch costs SGD accuracy", "resnet_baseline", "resnet_sgd", "lower", "75.3 [team] -> 60.6 [seed]"),
-    Effect("LARS wins it back", "resnet_sgd", "resnet_lars", "higher", "60.6 -> 71.9 [seed]"),
-    Effect("no decay on bias and BN helps", "resnet_lars", "resnet_no_decay", "higher", "71.9 [seed] -> 76.2 [unc]"),
+    Effect("a large batch costs SGD accuracy", "resnet_baseline", "resnet_sgd", "lower", "75.3 [team] -> 60.6 [paper]"),
+    Effect("LARS wins it back", "resnet_sgd", "resnet_lars", "higher", "60.6 -> 71.9 [paper]"),
+    Effect("no decay on bias and BN helps", "resnet_lars", "resnet_no_decay", "higher", "71.9 [paper] -> 76.2 [unc]"),
     Effect("FP16 with FP32 masters costs nothing", "resnet_no_decay", "resnet_fp16", "not lower", "no loss [abs]"),
-    Effect("naive FP16 LARS fails", "resnet_fp16", "resnet_fp16_naive", "lower", "stalls [seed]"),
+    Effect("naive FP16 LARS fails", "resnet_fp16", "resnet_fp16_naive", "lower", "stalls [paper]"),
 ]
 BASELINES = {"alexnet": ("alexnet_baseline", "alexnet_baseline_recipe"), "resnet": ("resnet_baseline",)}
 
@@ -109,13 +108,12 @@ def row_line(name: str, rows: Mapping[str, Row]) -> list[str]:
     if row is None:
         return [title, *["not run"] * 6, paper]
     baseline = rows.get(BASELINES[name.split("_")[0]][0])
-    std = "" if row.std is None else f" +- {row.std:.2f}"
     return [
         title,
         f"{row.batch:,}",
         f"{row.steps:,}",
         f"{row.rate:g}",
-        f"{row.mean:.2f}{std}",
+        str(row),
         str(len(row.top1)),
         "-" if baseline is None else f"{row.mean - baseline.mean:+.1f}",
         paper,
@@ -166,7 +164,7 @@ def how(rows: Mapping[str, Row]) -> str:
     return (
         f"CIFAR-10 at {_listed(sides)} pixels, {_listed(epochs)} epochs, 2 ranks on {any_row.hardware.cores} cores "
         f"({any_row.hardware.cpu}), {hours:.1f} hours of training in all. Top-1 is that of the last epoch, in percent, "
-        "mean +- standard deviation of the seeds."
+        "mean ± standard deviation of the seeds."
     )
 
 
@@ -184,7 +182,7 @@ def report(rows: Mapping[str, Row]) -> str:
     return (
         f"{how(rows)}\n\n{tables}\n\n"
         "The paper's figures are of ImageNet at a batch of 64K, its baseline at 256: compare order, not values.\n"
-        "Tags: [abs] and [seed] the paper, [team] the authors' article, [fig] read off a figure, [unc] quoted but\n"
+        "Tags: [abs] and [paper] the paper, [team] the authors' article, [fig] read off a figure, [unc] quoted but\n"
         "unconfirmed.\n\n"
         "What the paper says each change does, against ours. An effect shows if the means differ by more than the\n"
         "spread: the standard deviation of the difference of two runs. Rows with one seed borrow the median deviation\n"
@@ -206,12 +204,13 @@ def main() -> None:
     write(
         "large_batch",
         "python benchmarks/large_batch.py",
-        {name: asdict(row) for name, row in rows.items()},
+        {
+            name: {"title": title, "model": MODELS[name.split("_")[0]], **asdict(rows[name])}
+            for name, (title, _) in ROWS.items()
+            if name in rows
+        },
         report(rows),
     )
-    if rows:
-        labels = {name: title for name, (title, _) in ROWS.items() if name in rows}
-        (FOLDER / "large_batch.svg").write_text(picture(rows, labels, MODELS))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,9 @@ class Row:
         """None: one seed has none."""
         return statistics.stdev(self.top1) if len(self.top1) > 1 else None
 
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.std is None else f" ± {self.std:.2f}")
+
 
 def read_rows(runs: Path) -> dict[str, Row]:
     """By name of the experiment."""

@@ -34,7 +34,7 @@ CUT = {"resnet50": 76, "alexnet_bn": 20}
 """The two segments that were used in production: tensors up to this one (forward order), and the rest [team, drv]."""
 GROUP_SIZE = 16
 S_FP32, S_MIXED = 172.0, 218.0
-"""ResNet-50, one P40, 64 images [seed]."""
+"""ResNet-50, one P40, 64 images [paper]."""
 WHOLE = 1 << 40
 """No chunks: nothing is published about any."""
 
@@ -270,7 +270,7 @@ def main() -> None:
 
 PAGE = """# Held against the paper
 
-Made by `python benchmarks/paper.py` from the simulator behind `fourmin plan`. Tags: [seed] and [abs] the paper and its
+Made by `python benchmarks/paper.py` from the simulator behind `fourmin plan`. Tags: [paper] and [abs] the paper and its
 abstract, [team] the authors' article, [fig] read off a figure, [3rd] another team's table, [drv] arithmetic from tagged
 facts, [unc] quoted but unconfirmed.
 
@@ -303,7 +303,7 @@ every step, and for large messages also its bytes.
 ## Every number used
 | number | value | from |
 | --- | --- | --- |
-| S, ResNet-50, 64 a GPU | 218 img/s mixed, 172 FP32 | [seed] |
+| S, ResNet-50, 64 a GPU | 218 img/s mixed, 172 FP32 | [paper] |
 | a, a step of a ring between nodes | {a_us:.2f} us | from the 11x [abs]; p40_100gbe.yaml has {config_us:g} |
 | b between nodes | {between_gb:g} GB/s, one NIC a node | 100 Gbit/s RoCE [team], one a node [unc] |
 | a and b inside a node | {inside_us:g} us, {inside_gb:g} GB/s | PCIe 3.0 x16 [unc] |

@@ -6,6 +6,8 @@ Example: .venv/bin/python benchmarks/readme.py
 import re
 from pathlib import Path
 
+from large_batch import MODELS, ROWS
+from large_batch_runs import RUNS, read_rows
 from results import read, table
 from stats import paired_ratio
 
@@ -43,9 +45,24 @@ def paper() -> str:
     return table(["ResNet-50, 1024 GPUs, 64 images each", "published", "ours"], rows)
 
 
+def accuracy() -> str:
+    rows = read_rows(RUNS)
+    lines = []
+    for name, (title, _) in ROWS.items():
+        model, _, change = name.partition("_")
+        if model != "alexnet" or change.startswith("larger_"):
+            continue
+        line = [title]
+        for one in MODELS:
+            row = f"{one}_{change}"
+            line += [str(rows[row]), ROWS[row][1]] if row in rows else ["-", "-"]
+        lines.append(line)
+    return table(["change", *(head for title in MODELS.values() for head in (title, "paper"))], lines)
+
+
 def filled(text: str) -> str:
     """The text of README with its tables as the results have them."""
-    makers = {"steps": steps, "paper": paper}
+    makers = {"steps": steps, "accuracy": accuracy, "paper": paper}
     return PLACE.sub(lambda found: found[1] + makers[found[2]](), text)
 
 

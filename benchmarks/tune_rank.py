@@ -46,7 +46,6 @@ def main() -> None:
             budget_s=arguments.budget,
             largest_mb=largest_mb,
             out=str(path),
-            num_classes=10,
             image_size=side,
             batch_size=batch_size,
         )

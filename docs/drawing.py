@@ -1,5 +1,7 @@
-"""What the pictures of the documentation share: size, axes, colors, configs."""
+"""What the pictures of the documentation share: size, axes, colors, configs, results."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_dir
@@ -34,3 +36,8 @@ def config(name: str, *overrides: str) -> Any:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(name, list(overrides))
+
+
+def results(name: str) -> Any:
+    """What a benchmark measured."""
+    return json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / f"{name}.json").read_text())["data"]

@@ -3,7 +3,6 @@
 Numbers come from the plans, tables, schedules and optimizers that a run uses, so a picture changes when the code does.
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes
+from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes, results
 from lightning_fourmin.comm.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
 from lightning_fourmin.comm.curves import switch_points
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
@@ -29,13 +28,13 @@ from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniqu
 from lightning_fourmin.predict.work import peak_profile
 from lightning_fourmin.report import svg
 from lightning_fourmin.report.svg import FAINT, INK, MUTED, SETTINGS, to_svg
-from pictures_of_recipe import masters, rates, trust
+from pictures_of_recipe import large_batch, masters, rates, trust
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FOLDER = Path(__file__).parent / "pictures"
-STEPS = json.loads((FOLDER.parents[1] / "benchmarks" / "results" / "step.json").read_text())["data"]
+STEPS = results("step")
 THEME = (Path(svg.__file__).parent / "templates" / "theme.css").read_text() + "svg { background: var(--paper); }"
 COMPUTE = {"forward": BLUE, "backward": GREEN, "optimizer step": PURPLE}
 COLORS = dict(zip(ALGORITHMS, (ORANGE, BLUE, GREEN), strict=True))
@@ -245,7 +244,7 @@ def overview() -> tuple[Figure, str]:
 
 
 PICTURES: tuple[Callable[[], tuple[Figure, str]], ...] = (
-    overview, fusion, phases, steps, allreduce, step, scaling, masters, trust, rates,
+    overview, fusion, phases, steps, allreduce, step, scaling, masters, trust, rates, large_batch,
 )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Pictures of FP32 masters, LARS and its rates."""
+"""Pictures of FP32 masters, LARS and its rates, and of what the recipe reached."""
+
+import statistics
 
 import torch
 from hydra.utils import instantiate
@@ -6,9 +8,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import lightning_fourmin as fm
-from drawing import BLUE, GREEN, ORANGE, config, grid, log_axes
+from drawing import BLUE, GREEN, ORANGE, config, grid, log_axes, results
 from lightning_fourmin.models import build_model
 from lightning_fourmin.recipe import GlobalBatch
+from lightning_fourmin.report.svg import MUTED
 
 IMAGENET_TRAIN = 1_281_167
 
@@ -83,3 +86,22 @@ def rates() -> tuple[Figure, str]:
     axes.set_title("Learning rate of the ImageNet experiments: warm-up, then poly decay")
     axes.legend(frameon=False)
     return figure, "Learning rate by epoch of the three ImageNet experiments"
+
+
+def large_batch() -> tuple[Figure, str]:
+    """Top-1 of each row of the large-batch table: a dot a seed, a bar a mean."""
+    kept = results("large_batch").values()
+    models = list(dict.fromkeys(row["model"] for row in kept))
+    rows = {model: [row for row in kept if row["model"] == model] for model in models}
+    heights = [len(rows[model]) for model in models]
+    figure = Figure(figsize=(9.5, 0.3 * sum(heights) + 0.8 * len(heights)), layout="constrained")
+    all_axes = figure.subplots(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, model in zip(all_axes, models, strict=True):
+        for place, row in enumerate(rows[model]):
+            axes.plot(row["top1"], [place] * len(row["top1"]), "o", color=BLUE, ms=6, mew=0, alpha=0.5)
+            axes.plot([statistics.fmean(row["top1"])], [place], "|", color=ORANGE, ms=14, mew=2)
+        axes.axvline(statistics.fmean(rows[model][0]["top1"]), color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
+        axes.set_yticks(range(len(rows[model])), [f"{row['title']} ({row['batch']:,})" for row in rows[model]])
+        axes.set_ylim(len(rows[model]) - 0.5, -0.5)
+        axes.set_title(f"{model}: top-1, %")
+    return figure, "Top-1 of each row of the large-batch table on CIFAR-10, by model"

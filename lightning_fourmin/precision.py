@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -66,6 +68,8 @@ class FourMinPrecision(HalfPrecision):
         self._half_kernels = half_kernels
         self._kernels: AbstractContextManager[Any] = nullcontext()
         self._module: nn.Module | None = None
+        self._outside: list[nn.Parameter] = []
+        """Parameters that optimizers have and the module does not."""
         self._stand_ins: StandIns | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
@@ -92,6 +96,9 @@ class FourMinPrecision(HalfPrecision):
             )
         wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
         self._kernels = HalfKernels() if wanted else nullcontext()
+        inside = set(model.parameters())
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        self._outside = [parameter for group in groups for parameter in group["params"] if parameter not in inside]
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -161,9 +168,11 @@ class FourMinPrecision(HalfPrecision):
 
     def _report(self, model: LightningModule, optimizer: int) -> None:
         scale = self.loss_scale
-        if not model.trainer.barebones:
-            model.log("fourmin/loss_scale", scale.value, on_step=True, on_epoch=False)
-            model.log("fourmin/skipped_steps", float(scale.skipped_steps), on_step=True, on_epoch=False)
+        # Manual optimization may step where Lightning logs no steps.
+        place = _FxValidator.functions.get(model._current_fx_name or "")
+        if not model.trainer.barebones and place is not None and True in place["allowed_on_step"]:
+            figures = {"fourmin/loss_scale": scale.value, "fourmin/skipped_steps": float(scale.skipped_steps)}
+            model.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
         if scale.exhausted(optimizer):
             raise RuntimeError(self._describe_overflow(model, optimizer))
         if scale.skips_in_a_row[optimizer] == PATIENCE // 2:
@@ -182,7 +191,7 @@ class FourMinPrecision(HalfPrecision):
 
     def _scale_gradients(self, factor: float) -> None:
         assert self._module is not None
-        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in chain(self._module.parameters(), self._outside) if p.grad is not None]
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
@@ -204,7 +213,7 @@ class FourMinPrecision(HalfPrecision):
         for hook in self._hooks:
             hook.remove()
         self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
-        self._kernels = nullcontext()
+        self._kernels, self._outside = nullcontext(), []
         super().teardown()
 
 

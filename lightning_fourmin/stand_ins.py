@@ -31,7 +31,9 @@ class _Parameters(dict[str, nn.Parameter | None]):
         master = super().__getitem__(name)
         if master is None or master.dtype is not torch.float32:
             return master
-        kind = (master.requires_grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        # The compiler cannot look into inference mode, and is not used in it.
+        inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        kind = (master.requires_grad and torch.is_grad_enabled(), inference)
         copies = self._copies.setdefault(kind, {})
         if master not in copies:
             copies[master] = master.to(self._dtype)

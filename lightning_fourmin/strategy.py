@@ -48,14 +48,15 @@ class FourMinStrategy(ResilientDDPStrategy):
         group_size: ranks a group of the hierarchical and torus all-reduce; None: what the table found best, else the
             ranks of a node.
         fusion_mb: fusion threshold in MiB of gradients; None: the cuts that `fourmin tune model=...` found for this
-            module and left beside the table, else 2 MiB or, on many nodes, what their latency calls for.
+            module and left beside the table, else 2 MiB, more on many nodes or fast links.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
         table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
             keep it; None: the cached table, else the cost model.
         wire_dtype: "fp32", "fp16" or "bf16"; None: what `FourMinPrecision` computes in, else the gradients' dtype.
         predivide: factor that gradients are divided by before the sum, the rest after; None: chosen so that sums stay
             in range (see `comm.scaling`).
-        stall_warning_s: seconds; when a phase waits longer, every rank that waits says which ranks have not arrived.
+        stall_warning_s: seconds; when a phase waits longer, every rank that waits says which ranks have not arrived
+            (on CUDA that is left to the watchdog of NCCL).
         trace: record spans; rank 0 writes those of all ranks (the last million, at most 50,000 of each) as
             `fourmin_trace.json` below the Trainer's `default_root_dir`, for Perfetto or chrome://tracing.
         **kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.

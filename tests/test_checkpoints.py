@@ -45,6 +45,20 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
+def test_without_checksums(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        AtomicCheckpointIO().save_checkpoint(STATE, tmp_path / "last.ckpt")
+        assert first_value(tmp_path / "last.ckpt") == 0.0
+        cut = tmp_path / "cut.ckpt"
+        cut.write_bytes((tmp_path / "last.ckpt").read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match="is not a whole checkpoint"):
+            AtomicCheckpointIO().load_checkpoint(cut)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 KILLED_WRITER = """
 import os, sys, torch
 from lightning_fourmin.checkpoints import AtomicCheckpointIO

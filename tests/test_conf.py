@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from composing import composed, settled_config
 from lightning_fourmin.app.job import train
@@ -19,7 +19,7 @@ from ranks import current_case
 from shards import jpeg, write_shard
 
 GROUPS = ["model", "data", "optim", "schedule", "strategy", "precision", "trainer", "callbacks", "logger", "experiment"]
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml") if path.stem != "none")
 # These are what others of their group build on.
 BASES = {("model", "classifier"), ("data", "shards"), ("trainer", "default")}
 OPTIONS = sorted(
@@ -57,6 +57,15 @@ def test_every_config_composes(group: str, option: str, monkeypatch: pytest.Monk
         parts = plain[group].values() if group == "callbacks" else [plain[group]]
         for part in parts:
             assert instantiate(part, _convert_="all") is not None
+
+
+def test_no_experiment_leaves_the_groups_as_they_are() -> None:
+    config = composed("experiment=none", "data=cifar10", "model=resnet_small")
+    for group, option in (("optim", "lars"), ("schedule", "poly"), ("data", "cifar10")):
+        own = OmegaConf.load(CONF / group / f"{option}.yaml")
+        assert isinstance(own, DictConfig)
+        for key in own.keys() - {"defaults"}:
+            assert OmegaConf.to_container(config[group])[key] == OmegaConf.to_container(own)[key]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -323,6 +323,8 @@ def test_outside_a_trainer(path: str) -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": "abc"}, "batch_size='abc' must be a whole number"),
+        ({"num_workers": None}, "num_workers=None must be a whole number"),
         ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
         ({"prefetch_factor": 0}, "prefetch_factor=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),

@@ -94,7 +94,9 @@ def check_command(words: list[str]) -> None:
     program, *arguments = words
     program = program.rpartition("/")[2]
     if program in ("sudo", "srun"):
-        check_command(arguments)
+        # Behind options of their own.
+        names = [word.rpartition("/")[2] for word in arguments]
+        check_command(arguments[next(place for place, name in enumerate(names) if name in PROGRAMS) :])
     elif program == "fourmin":
         check_fourmin(*arguments)
     elif program == "make":

@@ -261,7 +261,7 @@ def threads_around_close() -> tuple[int, int]:
     return before, num_threads()
 
 
-def reduce_undisturbed(algorithm: str) -> tuple[bool, list[float]]:
+def reduce_undisturbed(algorithm: str, last_numel: int) -> tuple[bool, list[float]]:
     """Whether a bucket had begun before the last one of its step, and what both came to."""
     with engine(algorithm) as made:
         made.meter = Meter(torch.device("cpu"))
@@ -270,13 +270,17 @@ def reduce_undisturbed(algorithm: str) -> tuple[bool, list[float]]:
         first = made.submit(torch.full((1001,), rank), 0, is_last=False)
         time.sleep(0.3)
         early = first.done() or made._num_pieces != len(made._held)
-        last = made.submit(torch.full((7,), 2 * rank), 1, is_last=True)
-        return early, [float(future.wait().mean()) for future in (first, last)]
+        last = made.submit(torch.full((last_numel,), 2 * rank), 1, is_last=True)
+        return early, [float(future.wait().sum()) for future in (first, last)]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "torus"])
-def test_buckets_wait_for_the_last_where_computing_is_not_to_be_disturbed(ranks: RankPool, algorithm: str) -> None:
-    assert ranks.run(reduce_undisturbed, algorithm, nodes=(2, 2)) == [(False, [1.5, 3.0])] * 4
+@pytest.mark.parametrize("last_numel", [7, 0])
+def test_buckets_wait_for_the_last_where_computing_is_not_to_be_disturbed(
+    ranks: RankPool, algorithm: str, last_numel: int
+) -> None:
+    expected = (False, [1.5 * 1001, 3.0 * last_numel])
+    assert ranks.run(reduce_undisturbed, algorithm, last_numel, nodes=(2, 2)) == [expected] * 4
 
 
 def test_close_ends_the_threads(ranks: RankPool) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
+from lightning_fourmin.comm.tuner import through
 from parity import Net, digest, images, state
 from pool import RankPool
 from ranks import current_case
@@ -26,12 +27,12 @@ TIMEOUT_S = 3.0
 
 
 @contextmanager
-def failing_phase(stage: str) -> Iterator[None]:
+def failing_phase(stage: str, bucket: int = BAD_BUCKET) -> Iterator[None]:
     """On one rank, a stage raises when it comes to a bucket."""
     advance = Engine._advance
 
     def fail(self: Engine, piece: Any, at: str, *args: Any, **kwargs: Any) -> None:
-        if current_case().rank == BAD_RANK and piece.bucket.index == BAD_BUCKET and at == stage:
+        if current_case().rank == BAD_RANK and piece.bucket.index == bucket and at == stage:
             raise ValueError("boom")
         advance(self, piece, at, *args, **kwargs)
 
@@ -83,6 +84,21 @@ def test_error_of_a_phase_is_raised_as_itself(
     if stage != "broadcast":
         # In a broadcast the bad rank only receives: peers may have all they need.
         assert all("Error(" in error for error, _, _, _ in answers)
+
+
+def time_with_failure() -> str:
+    with engine("hierarchical", timeout_s=TIMEOUT_S) as made, failing_phase("reduce", bucket=0):
+        try:
+            through(made)(torch.ones(100))
+        except Exception as error:
+            return repr(error)
+    return "timed"
+
+
+def test_an_all_reduce_that_failed_is_not_timed(ranks: RankPool) -> None:
+    answers = ranks.run(time_with_failure, nodes=(2, 2))
+    assert answers[BAD_RANK] == "ValueError('boom')"
+    assert "timed" not in answers
 
 
 def fit() -> tuple[str, int, int]:

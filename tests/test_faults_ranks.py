@@ -4,6 +4,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch.distributed as dist
@@ -69,8 +70,27 @@ def test_survivors_say_what_went_wrong_on_another_rank(ranks: RankPool, tmp_path
         assert "Error: rank 1 failed: ValueError: a bug of the user; resume from the last checkpoint" in text
 
 
+def call_because_of_data() -> str:
+    """What rank 0 hears when rank 1 cannot reach its data."""
+    heard: SimpleQueue[str] = SimpleQueue()
+    roll_call = RollCall(lambda found: heard.put(str(found)))
+    text = ""
+    if current_case().rank == 1:
+        roll_call.explain(OSError("http://host/train-000.tar: Connection refused"))
+    else:
+        text = heard.get(timeout=20)
+    dist.barrier()
+    roll_call.close()
+    return text
+
+
+def test_a_connection_of_the_data_is_the_ranks_own_fault(ranks: RankPool) -> None:
+    heard = ranks.run(call_because_of_data, world=2)[0]
+    assert heard.startswith("rank 1 failed: OSError: http://host/train-000.tar: Connection refused")
+
+
 def call_with_all_present() -> str:
-    error = RuntimeError("Connection reset by peer")
+    error = RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer")
     roll_call = RollCall(lambda found: None)
     if current_case().rank == 0:
         roll_call.explain(error)
@@ -80,7 +100,7 @@ def call_with_all_present() -> str:
 
 
 def test_nobody_is_blamed_who_answers(ranks: RankPool) -> None:
-    assert ranks.run(call_with_all_present, world=3) == ["Connection reset by peer"] * 3
+    assert ranks.run(call_with_all_present, world=3) == ["gloo/transport/tcp/pair.cc: Connection reset by peer"] * 3
 
 
 def clean_fit() -> list[str]:

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from lightning_fourmin.app import launch
+from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
 
 
@@ -42,9 +47,41 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.environ["WORLD_SIZE"] == "9"
 
 
+def fail_at_length(config: dict[str, Any]) -> None:
+    raise ValueError("more than a pipe holds: " + "x" * 200_000)
+
+
+def test_a_long_error_ends_the_run() -> None:
+    with pytest.raises(RankError, match="more than a pipe holds: x") as error:
+        run_ranks(fail_at_length, {}, 2)
+    assert error.value.details.endswith("xxx\n")
+
+
 def test_messages_of_errors() -> None:
     assert message_of(ValueError("lr is bad")) == "lr is bad"
     assert message_of(AssertionError()) == "AssertionError"
+    for target, value, message in (
+        ("torch.nn.Linear", "abc", "model: "),
+        ("lightning_fourmin.ShardDataModule", "shards", "batch_size=0 must be at least 1"),
+    ):
+        with pytest.raises(InstantiationException) as error:
+            instantiate(OmegaConf.create({"model": {"_target_": target, "_args_": [value, 0]}}))
+        assert message_of(error.value).startswith(message)
+
+
+def is_started_by_slurm(config: dict[str, Any]) -> None:
+    Path(config["file"]).write_text(str(SLURMEnvironment.detect()))
+
+
+def test_in_an_allocation_ranks_are_those_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_JOB_NAME", "mine")
+    assert SLURMEnvironment.detect()
+    assert external_rank() is None
+    run_ranks(is_started_by_slurm, {"file": str(tmp_path / "answer")}, 1)
+    assert (tmp_path / "answer").read_text() == "False"
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert external_rank() == 3
 
 
 def listen(config: dict[str, Any]) -> None:

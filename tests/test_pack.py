@@ -1,12 +1,17 @@
 """`fourmin pack`: readable by webdataset, the same bytes for any number of workers, goes on after it was killed."""
 
+import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ from lightning_fourmin.data import pack as pack_file
 from lightning_fourmin.data.index import read_index
 from lightning_fourmin.data.pack import PackOptions, pack
 from lightning_fourmin.data.sample import ShardError
-from shards import jpeg
+from shards import jpeg, write_numbers
 from test_launchers import running
 
 CLASSES = ("cat", "dog", "owl")
@@ -89,6 +94,23 @@ def test_the_same_bytes_for_any_number_of_workers(images: Path, tmp_path: Path) 
     assert other["train-000000.tar"] != one["train-000000.tar"]
 
 
+def write_ppm(path: Path, grey: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"P6 1 1 255\n" + bytes([grey] * 3))
+
+
+def test_the_same_bytes_as_ever(tmp_path: Path) -> None:
+    """As of version 0.1.0: names that sorting as text or as paths puts in another order."""
+    cats = ("b.ppm", "b/c.ppm", "b-1.ppm", "B.ppm", "10.ppm", "9.ppm", "b/a/z.ppm")
+    dogs = ("a.b/1.ppm", "a/1.ppm", "a.ppm", "x y.ppm")
+    for number, name in enumerate([f"cat/{name}" for name in cats] + [f"dog/{name}" for name in dogs]):
+        write_ppm(tmp_path / "src" / name, number)
+    files = packed(tmp_path / "src", tmp_path / "out", shard_count=2, num_workers=1)
+    content = files["train-000000.tar"] + files["train-000001.tar"]
+    expected = "2a584f12a759cf8fb3fcab8a6e0e7a9472cc77a5f4bd38811a7218862535add7"
+    assert hashlib.sha256(content).hexdigest() == expected
+
+
 def test_index(images: Path, tmp_path: Path) -> None:
     files = packed(images, tmp_path)
     content = json.loads(files["index.json"])
@@ -126,6 +148,14 @@ def test_images_made_smaller(images: Path, tmp_path: Path, resize: int | None, q
     assert num_bytes < sum(len(data) for data, _ in sources(images))
 
 
+def test_grey_of_16_bits_made_smaller(tmp_path: Path) -> None:
+    (tmp_path / "src" / "a").mkdir(parents=True)
+    Image.fromarray(np.full((40, 40), 100 * 257, np.uint16)).save(tmp_path / "src" / "a" / "1.png")
+    packed(tmp_path / "src", tmp_path / "out", shard_count=1, resize=20)
+    (sample,) = samples(tmp_path / "out")
+    assert np.asarray(Image.open(io.BytesIO(sample["jpg"]))).tolist() == [[[100] * 3] * 20] * 20
+
+
 def test_resize_leaves_small_images_as_they_are(images: Path, tmp_path: Path) -> None:
     packed(images, tmp_path, resize=64)
     pairs = {(sample.get("jpg") or sample["png"], int(sample["cls"])) for sample in samples(tmp_path)}
@@ -145,6 +175,14 @@ def test_splits_share_a_folder_and_its_classes(images: Path, tmp_path: Path) -> 
     (val.parent / "yak").mkdir()
     with pytest.raises(ShardError, match=r"class 'yak' of .* is not among the 3 classes of"):
         pack(PackOptions(val.parent, tmp_path, split="test"))
+
+
+def test_a_folder_whose_splits_have_no_classes(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbers(tmp_path, [3], split="val")
+    monkeypatch.setattr(pack_file, "run_tasks", None)
+    message = r"index.json has no classes for its splits \(val\), and splits that .* their classes: choose another out"
+    with pytest.raises(ShardError, match=message):
+        packed(images, tmp_path)
 
 
 def test_splits_packed_at_the_same_time(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,3 +326,92 @@ def test_a_folder_above_the_classes(images: Path, tmp_path: Path) -> None:
     message = f"no folder has images of its own, .* as train/cat/.*: pack a folder below, such as src={above}/train$"
     with pytest.raises(ShardError, match=message):
         pack(PackOptions(above, tmp_path / "out"))
+
+
+def test_links_are_followed_and_hidden_names_left_out(tmp_path: Path) -> None:
+    src, elsewhere = tmp_path / "src", tmp_path / "elsewhere"
+    write_ppm(src / "a" / "1.ppm", 1)
+    write_ppm(elsewhere / "below" / "2.ppm", 2)
+    (src / "a" / "more").symlink_to(elsewhere)
+    (src / "a" / "again.ppm").symlink_to(elsewhere / "below" / "2.ppm")
+    (src / "b").symlink_to(elsewhere / "below")
+    for hidden in (".git/3.ppm", "a/.ipynb_checkpoints/1-checkpoint.ppm", "a/more/below/._2.ppm"):
+        write_ppm(src / hidden, 3)
+    (src / "a" / ".lock.ppm").symlink_to("nobody@host:1")
+    packed(src, tmp_path / "out", shard_count=1)
+    found = sorted((sample["cls"], sample["ppm"][-1]) for sample in samples(tmp_path / "out"))
+    assert found == [(b"0", 1), (b"0", 2), (b"0", 2), (b"1", 2)]
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "../b"])
+def test_links_that_lead_back(tmp_path: Path, target: str) -> None:
+    src = tmp_path / "src"
+    write_ppm(src / "a" / "1.ppm")
+    write_ppm(src / "b" / "2.ppm")
+    (src / "a" / "loop").symlink_to(target)
+    (src / "b" / "back").symlink_to("../a")
+    link = src / "a" / ("loop/back" if target == "../b" else "loop")
+    with pytest.raises(ShardError, match=f"^{link} is a link to {link.resolve()}, a folder that it lies in: remove it"):
+        packed(src, tmp_path / "out")
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    write_ppm(src / "a" / "1.ppm")
+    (src / "a" / "2.ppm").symlink_to("gone.ppm")
+    (src / "a" / "3.ppm").symlink_to("3.ppm")
+    (src / "a" / "more").symlink_to("/gone/more")
+    with pytest.raises(ShardError, match=r"^3 images cannot be read; repair or remove them") as caught:
+        packed(src, tmp_path / "out", shard_count=1)
+    lines = str(caught.value).splitlines()[1:]
+    for line, link in zip(
+        lines, ("2.ppm (a link to gone.ppm)", "3.ppm (a", "more (a link to /gone/more)"), strict=True
+    ):
+        assert line.startswith(f"  {src}/a/{link}")
+    (src / "b").symlink_to("/gone/b")
+    with pytest.raises(ShardError, match=f"^{src}/b is a link that leads nowhere, perhaps to a class: repair or"):
+        packed(src, tmp_path / "out")
+
+
+def test_classes_without_images_keep_their_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    write_ppm(src / "b" / "1.ppm")
+    write_ppm(src / "d" / "2.ppm")
+    for empty in ("a", "c"):
+        (src / empty).mkdir()
+    packed(src, out, shard_count=1)
+    assert caplog.messages == [f"src={src} has no images of 2 of the 4 classes, which keep their labels: a, c"]
+    assert read_index(str(out)).classes == ("a", "b", "c", "d")
+    assert sorted(sample["cls"] for sample in samples(out)) == [b"1", b"3"]
+    caplog.clear()
+    shutil.rmtree(src / "d")
+    packed(src, out, shard_count=1, split="val")
+    assert caplog.messages == [f"src={src} has no images of 3 of the 4 classes, which keep their labels: a, c, d"]
+
+
+@contextmanager
+def no_rights() -> Iterator[None]:
+    """As a user for whom folders can be closed, which they are not for root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_folders_that_may_not_be_read(images: Path) -> None:
+    # Not tmp_path, which lies in a folder of its user only.
+    with tempfile.TemporaryDirectory() as folder:
+        src = Path(folder) / "src"
+        shutil.copytree(images, src)
+        closed = src / "cat" / "more"
+        Path(folder).chmod(0o755)
+        src.chmod(0o755)
+        closed.chmod(0)
+        try:
+            with no_rights(), pytest.raises(PermissionError, match=str(closed)):
+                packed(src, Path(folder) / "out")
+        finally:
+            closed.chmod(0o755)

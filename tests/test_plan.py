@@ -14,7 +14,7 @@ from torch import nn
 from lightning_fourmin.app.plan import PlanOptions, predict
 from lightning_fourmin.app.verb import CONF
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Link, Links
-from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.models import build_model
 from lightning_fourmin.predict.cluster import Cluster
@@ -63,6 +63,7 @@ def test_plan_from_the_command_line(fourmin: Fourmin, tmp_path: Path) -> None:
     assert list(written["curves"]) == ["all", "without fusion", "without FP16", "without hybrid", "none"]
     assert [point["N"] for point in written["curves"]["none"]] == [1, 2, 4, 8, 16, 32, 64]
     assert written["bottleneck"] in output
+    assert written["fusion_mb"] == default_fusion_mb(Topology.build([rank // 8 for rank in range(64)]), "nccl")
     assert written["training"]["num_steps"] == round(90 * 1281167 / (64 * 64))
     events = json.loads((tmp_path / "here" / "trace.json").read_text())["traceEvents"]
     lanes = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
@@ -98,6 +99,16 @@ def test_every_cluster_predicts_every_large_model(name: str) -> None:
         assert asdict(outlook.curves["none"][0])["S"] == pytest.approx(cluster.reference.fp32_samples_per_s)
     alexnet = asdict(predict(replace(options, model="alexnet_bn")).prediction)
     assert alexnet["S"] > 2 * found["S"]
+
+
+def test_options_of_the_model_are_those_of_the_net(fourmin: Fourmin) -> None:
+    """The net has 26 tensors, two of them of bn5, and takes images of the size that it is made for."""
+    given = [one for one in SMALL if one.partition("=")[0] not in ("model", "input_shape")]
+    for options, num_tensors in (["bn5=true"], 26), (["bn5=false", "image_size=64"], 24):
+        model = ["model=alexnet_bn_small", *(f"model.model_options.{option}" for option in options)]
+        code, output, errors = fourmin("plan", *given, *model, "fusion_mb=0", "out=null")
+        assert code == 0, errors
+        assert f"buckets: {num_tensors};" in output
 
 
 class Tiny(nn.Sequential):
@@ -267,6 +278,11 @@ def test_training_time(scenario: Scenario) -> None:
             ["samples_per_s=null", "cluster.reference=null"],
             "samples_per_s is not given and cluster 'p40_100gbe' has no",
         ),
+        (
+            ["cluster.reference=x"],
+            "cluster 'p40_100gbe': reference.model is missing; conf/cluster/",
+        ),
+        (["input_shape=[3,-1,-1]"], "ResNet cannot be trained with an input of [3, -1, -1] (Trying to create tensor"),
         (["input_shape=[1,32,32]"], "ResNet cannot be traced with an input of (64, 1, 32, 32)"),
         (
             ["model=alexnet_bn", "input_shape=[3,224,224]"],
@@ -282,6 +298,8 @@ def test_training_time(scenario: Scenario) -> None:
             "module=test_plan:Drawn cannot be made with module_options (Tensor.item() cannot be",
         ),
         (["stragglers.jitter=0.1", "stragglers.num_backups=64"], "num_backups=64 leaves no rank of 64 to wait for"),
+        (["stragglers.jitter=abc"], "stragglers.jitter: Value 'abc' of type 'str' could not be converted to Float\n"),
+        (["+stragglers.size=3"], "stragglers.size: Key 'size' not in 'Stragglers'\n"),
         (["stragglers.num_backups=65"], "num_backups=65 leaves no rank of 64 to wait for"),
         (
             ["module=nowhere:Net"],
@@ -303,6 +321,15 @@ def test_training_time(scenario: Scenario) -> None:
         ),
         (["table=nowhere.csv"], "table=nowhere.csv cannot be read ([Errno 2] No such file or directory"),
         (["model=resnet51"], "model=resnet51 is not known: did you mean resnet50?"),
+        (["model.model=resnet51"], "model='resnet51' is not known: did you mean 'resnet50'?"),
+        (
+            ["model.compile=true"],
+            "model.compile is for training: of a model only its name and model.model_options",
+        ),
+        (
+            ["+model.model_options.depth=3"],
+            "model=resnet_small cannot be made with model.model_options (resnet_small() got an unexpected keyword",
+        ),
         (["cluster=p41"], "cluster=p41 is not known"),
     ],
 )
@@ -311,5 +338,6 @@ def test_errors_are_one_sentence(fourmin: Fourmin, tmp_path: Path, arguments: li
     code, output, errors = fourmin("plan", *given, *arguments)
     assert code == 1
     assert errors.startswith(f"fourmin plan: {message}")
-    assert "Traceback" not in output + errors
+    assert errors.count("\n") == 1
+    assert "Traceback" not in output
     assert not list(tmp_path.iterdir())

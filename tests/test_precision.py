@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from half_training import Net, fit, images, seeded, state, trainer, weights
@@ -241,12 +242,78 @@ class Compiled(Net):
 
 @pytest.mark.parametrize("half_kernels", [True, False])
 def test_inner_net_can_be_compiled(half_kernels: bool) -> None:
+    torch._dynamo.reset()
     nets = [seeded(Compiled), seeded()]
     for net in nets:
         torch.manual_seed(3)
         fit(net, FourMinPrecision(half_kernels=half_kernels))
     found, expected = map(weights, nets)
     assert (found - expected).norm() < 1e-2 * (expected - weights(seeded())).norm()
+
+
+class Counted(Compiled):
+    """Compiled by something that counts its graphs."""
+
+    backend = CompileCounterWithBackend("aot_eager")
+
+
+def test_compiled_net_is_one_graph() -> None:
+    torch._dynamo.reset()
+    fit(seeded(Counted), FourMinPrecision(half_kernels=False))
+    assert Counted.backend.frame_count == 1
+
+
+class Outside(Net):
+    """A weight that the optimizer knows and the module does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = [nn.Parameter(torch.ones(5))]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]).float() * self.outside[0], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.outside], lr=0.05)
+
+
+def test_parameters_outside_of_the_module_are_unscaled() -> None:
+    nets = [seeded(Outside), seeded(Outside)]
+    for net, precision in zip(nets, (FourMinPrecision(), None), strict=True):
+        fit(net, precision)
+    found, expected = (net.outside[0].detach() for net in nets)
+    assert (found - expected).norm() < 1e-2 * (expected - 1).norm()
+
+
+class FromIterator(Net):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+class AfterEpoch(Net):
+    """Steps where Lightning logs no steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+
+    def on_train_epoch_end(self) -> None:
+        self.optimizers().step()
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("kind", [FromIterator, AfterEpoch])
+def test_modules_that_lightning_would_not_log_from_in_the_usual_way(kind: type[Net]) -> None:
+    net = seeded(kind)
+    before = weights(net)
+    fit(net, FourMinPrecision())
+    assert not torch.equal(weights(net), before)
 
 
 def test_half_parameters_get_fp32_masters() -> None:

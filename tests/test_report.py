@@ -177,13 +177,23 @@ def test_a_run_that_has_logged_nothing(tmp_path: Path, text: str | None) -> None
         "There is no config.yaml beside this page.",
         "Not logged: validation accuracy, loss, learning rate.",
         "No trust ratios were logged: they need LARS and TrustRatioMonitor.",
-        "No loss scale was logged: FourMinPrecision was not in use.",
-        "Throughput was not logged: add ScalingMonitor to the callbacks.",
+        "No loss scale was logged: that needs FourMinPrecision.",
+        "Throughput was not logged: that needs ScalingMonitor among the callbacks.",
         "The run has no fusion plan",
         "The run has no all-reduce table",
     ):
         assert text in page.text
     assert not page.svgs
+
+
+def test_a_run_too_short_to_log_shows_the_figures_of_its_end(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,val/top1\n0,3,0.5\n")
+    page = page_of(tmp_path)
+    precision, throughput = page.text.split(" Precision ")[1].split(" Throughput ")
+    no_curve = "There is no curve: nothing was logged, as in a run of fewer steps than trainer.log_every_n_steps."
+    assert precision == f"3 steps of 176 skipped, because a gradient was not finite; the loss scale fell. {no_curve}"
+    assert throughput.startswith("Of a step of 27.3 ms, 2.70 ms (9.9 %) waited for communication")
+    assert no_curve in throughput
 
 
 def test_a_single_row_is_a_dot(tmp_path: Path) -> None:

@@ -355,6 +355,7 @@ BROKEN = {
     "broken size": (HEAD + COLUMNS + "2.5,1,2,ring\n", "2.5"),
     "size 0": (HEAD + COLUMNS + "0,1,2,ring\n", "sizes"),
     "negative size": (HEAD + COLUMNS + "-256,1,2,ring\n", "sizes"),
+    "no chunks": (HEAD + "# chunk_bytes: 0\n" + COLUMNS + "256,1,2,ring\n", "chunk_bytes must be at least 1"),
     "time in words": (HEAD + COLUMNS + "256,fast,2,ring\n", "fast"),
     "no time": (HEAD + COLUMNS + "256,,2,ring\n", ""),
     "time 0": (HEAD + COLUMNS + "256,0,2,ring\n", "positive"),

@@ -1,20 +1,29 @@
 """`fourmin train` as users run it: folders, sweeps, Ctrl-C and resume, and mistakes that end with a sentence."""
 
 import csv
+import fcntl
 import json
 import os
+import re
+import shlex
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from composing import composed
+from lightning_fourmin import ImageClassifier
+from lightning_fourmin.app.closing import closing_lines
 from lightning_fourmin.checkpoints import AtomicCheckpointIO
 from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from pages import Page
+from runs import RUN
 from test_launchers import Run, running
 
 Fourmin = Callable[..., tuple[int, str, str]]
@@ -177,7 +186,15 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
         ),
         (["model=alexnet"], "model=alexnet is not known: did you mean alexnet_bn?; model is one of alexnet_bn, "),
         (["data=shards"], "data.path: not given"),
-        (["data=cifar10"], "shards/cifar10/index.json does not exist: pack the shards with `fourmin pack`"),
+        (
+            ["data=cifar10"],
+            "data=cifar10, but image size, rate and length would be those of the demo, experiment=digits:",
+        ),
+        (
+            ["data=cifar10", "experiment=none"],
+            "shards/cifar10/index.json does not exist: pack the shards with `fourmin",
+        ),
+        (["~experiment"], "name is not given: write experiment=none instead of ~experiment, or name=NAME"),
         (["trainer.devices=0"], "trainer.devices=0 must be a number of ranks, 1 or more"),
         (
             ["trainer=torchrun"],
@@ -189,7 +206,11 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
             ["resume=nowhere"],
             "resume=nowhere: nowhere does not exist; give the folder of a run, or true for the newest",
         ),
+        (["resume=3"], "resume=3: 3 does not exist; give the folder of a run, or true for the newest"),
         (["data.batch_size=0"], "batch_size=0 must be at least 1"),
+        (["data.batch_size=abc"], "batch_size='abc' must be a whole number"),
+        (["global_batch=abc"], "global_batch=abc is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
+        (["-m", "hydra.sweep.subdir=job"], "hydra.sweep.subdir is not the number of the job, by which reports and"),
         (["metric=accuracy"], "metric=accuracy is not known"),
         (["trainer.num_nodes=2"], "trainer.num_nodes=2, but this command starts ranks on one machine: start it with"),
     ],
@@ -199,6 +220,50 @@ def test_mistakes_end_with_a_sentence(fourmin: Fourmin, arguments: list[str], me
     assert code == 1
     assert errors.startswith(f"fourmin train: {message}")
     assert "Traceback" not in output + errors
+
+
+def test_a_folder_that_another_run_writes_to(fourmin: Fourmin, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    folder = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        code, output, errors = fourmin("train", "run_dir=run", *SHORT)
+    finally:
+        os.close(folder)
+    assert (code, output) == (1, "")
+    assert errors.startswith("fourmin train: another run writes to ")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+class Whole(ImageClassifier):
+    """Keeps its net among its hyperparameters, as modules of users do."""
+
+    def __init__(self, model: nn.Module, **arguments: Any) -> None:
+        super().__init__(model, **arguments)
+        self.save_hyperparameters("model")
+
+
+def test_a_module_of_the_users_own_in_a_folder_that_was_used(fourmin: Fourmin, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "last.ckpt").write_text("of another run")
+    net = "model.model={_target_:lightning_fourmin.models.build_model,name:resnet_small,num_classes:10}"
+    own = ["run_dir=run", "model._target_=test_train.Whole", net, "~model.model_options", "trainer.devices=1"]
+    code, _, errors = fourmin("train", *own, *SHORT)
+    assert code == 0, errors
+    assert record(tmp_path / "run")["model"]["name"] == "Whole"
+    assert (tmp_path / "run" / "checkpoints-1" / "last.ckpt").read_text() == "of another run"
+    assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 3
+
+
+def test_what_is_said_to_go_on_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "lr=1,2 it's"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "last.ckpt").touch()
+    (line,) = closing_lines(replace(RUN, status="interrupted"), folder)
+    (typed,) = re.findall("`(.+)`", line)
+    config = composed(*shlex.split(typed))
+    assert config.resume == "lr=1,2 it's"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -41,6 +41,47 @@ def test_decode_like_pillow(mode: str, kind: str) -> None:
     assert difference.max() <= 3
 
 
+def grey(kind: str, bits: int = 16, mode: str = "I;16") -> bytes:
+    """Black, two greys and white, side by side."""
+    values = np.round(np.array([[0, 1 / 255, 0.6, 1]]) * (2**bits - 1))
+    file = io.BytesIO()
+    types = {"I;16": "<u2", "I;16B": ">u2", "I": "<i4", "F": "<f4"}
+    Image.frombytes(mode, (4, 1), values.astype(types[mode]).tobytes()).save(file, kind)
+    return file.getvalue()
+
+
+def grey_tiff_of_12_bits() -> bytes:
+    """As `grey`; Pillow reads such files but writes none."""
+    tags = {256: 4, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: 6}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<I", 14) + bytes.fromhex("000010999fff") + struct.pack("<H", 9) + entries + bytes(4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        grey("PNG"),
+        grey("TIFF"),
+        grey("TIFF", mode="I;16B"),
+        grey("PPM"),
+        b"P5 4 1 1023\n" + struct.pack(">4H", 0, 4, 614, 1023),
+        grey_tiff_of_12_bits(),
+    ],
+    ids=["png", "tiff", "big-endian tiff", "pgm", "pgm of 10 bits", "tiff of 12 bits"],
+)
+def test_grey_of_more_than_8_bits_is_scaled(data: bytes) -> None:
+    pixels = Encoded.of(data).pixels()
+    assert pixels.tolist() == [[[value] * 3 for value in (0, 1, 153, 255)]]
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.writeable
+
+
+@pytest.mark.parametrize(("kind", "bits", "mode"), [("TIFF", 31, "I"), ("TIFF", 1, "F"), ("PPM", 1, "F")])
+def test_grey_without_a_known_white_is_refused(kind: str, bits: int, mode: str) -> None:
+    with pytest.raises(ValueError, match=r"^it is 32-bit or signed grey, .*: convert it to 8 bit first$"):
+        Encoded.of(grey(kind, bits, mode)).pixels()
+
+
 @pytest.mark.parametrize(
     ("least", "size"),
     [

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,20 @@ from pool import RankPool
 from ranks import current_case
 from training import Regression, data, rank_trainer
 
+NETS: dict[str, dict[str, Any]] = {
+    "model": {"model": "resnet_small", "num_classes": 2, "image_size": 8},
+    "module": {
+        "module": "lightning_fourmin.models:build_model",
+        "module_options": {"name": "resnet_small", "num_classes": 2},
+        "input_shape": [3, 8, 8],
+    },
+}
 
-def tune_and_fit(path: Path) -> tuple[str, str]:
+
+def tune_and_fit(path: Path, net: dict[str, Any]) -> tuple[str, str]:
     """What the tuner printed, and how the next start cuts its buckets."""
-    options = TuneOptions(
-        budget_s=1.0, largest_mb=0.1, out=str(path), model="resnet_small", num_classes=2, image_size=8, batch_size=2
-    )
+    options = TuneOptions(budget_s=1.0, largest_mb=0.1, out=str(path), batch_size=2, **net)
+    options.check()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         tune(options, current_case().node_rank, torch.device("cpu"))
@@ -36,8 +45,9 @@ def tune_and_fit(path: Path) -> tuple[str, str]:
     return printed.getvalue(), str(strategy.fusion_plan).splitlines()[0]
 
 
-def test_model_is_cut_and_the_next_start_uses_it(ranks: RankPool, tmp_path: Path) -> None:
-    (printed, first), (silent, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", nodes=[2, 1])
+@pytest.mark.parametrize("net", NETS)
+def test_net_is_cut_and_the_next_start_uses_it(ranks: RankPool, tmp_path: Path, net: str) -> None:
+    (printed, first), (silent, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", NETS[net], nodes=[2, 1])
     assert silent == ""
     assert first == second
     assert first.endswith("buckets, fusion measured cuts")
@@ -81,21 +91,48 @@ def test_local_ranks_are_started(
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("arguments", "message"),
     [
         ("devices=0", "devices=0 must be above 0"),
         ("budget_s=-1", "budget_s=-1.0 must be above 0"),
         ("wire_dtype=fp8", "wire_dtype=fp8 is not known: choose one of null, fp32, fp16, bf16"),
         ("model=resnet51", "model=resnet51 is not known: did you mean resnet50?"),
+        ("module=test_plan:Gone", "module=test_plan:Gone cannot be imported (module 'test_plan' has"),
+        ("module=test_plan:Tiny", "input_shape is not given: module needs the shape of one sample"),
+        ("module=test_plan:Tiny input_shape=[5]", "Tiny cannot be trained with an input of [5] (mat1 and mat2"),
+        (
+            "module=test_plan:Tiny input_shape=[-1]",
+            "Tiny cannot be trained with an input of [-1] (Trying to create",
+        ),
+        ("model=resnet_small input_shape=[0]", "ResNet cannot be trained with an input of [0] (Expected 3D"),
+        ("model=resnet_small model.compile=true", "model.compile is for training: of a model only its name and"),
+        ("model=resnet_small model.model=resnet51", "model='resnet51' is not known: did you mean 'resnet50'?"),
+        (
+            "model=alexnet_bn_small +model.model_options.depth=3",
+            "model=alexnet_bn_small cannot be made with model.model_options (alexnet_bn_small() got an unexpected",
+        ),
+        ("module=test_plan:Tiny model=resnet50", "model=resnet50 and module=test_plan:Tiny: give one of them"),
     ],
 )
 def test_mistakes_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, message: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    assert fourmin(monkeypatch, argument) == 1
+    assert fourmin(monkeypatch, *arguments.split()) == 1
     errors = capsys.readouterr().err
     assert errors.startswith(f"fourmin tune: {message}")
-    assert "Traceback" not in errors
+    assert errors.count("\n") == 1
+
+
+def test_options_of_the_model_are_those_of_the_net() -> None:
+    options = TuneOptions(model="alexnet_bn_small", num_classes=2, image_size=16, model_options={"bn5": False})
+    options.check()
+    net = options.build_net()
+    assert net is not None
+    assert "bn5" not in dict(net.named_children())
+    assert options.sample_shape == [3, 16, 16]
+    larger = replace(options, model_options={"image_size": 24})
+    larger.check()
+    assert larger.sample_shape == [3, 24, 24]
 
 
 def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

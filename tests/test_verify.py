@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import io
 import json
 import re
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from torch.utils.data import default_collate
 
 from lightning_fourmin.data.datamodule import ShardDataModule
@@ -125,6 +127,15 @@ def test_a_truncated_image_needs_decoding(tmp_path: Path) -> None:
     assert re.match(r"train-000000.tar: member 009.jpg at offset \d+ is not a readable image: ", found)
 
 
+def test_grey_without_a_known_white_needs_decoding(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.ones((9, 9), np.float32)).save(file, "TIFF")
+    write_images(tmp_path, [{"__key__": "009", "tif": file.getvalue(), "cls": 0}])
+    assert check(tmp_path).faults == ()
+    (found,) = check(tmp_path, decode=True).faults
+    assert re.match(r"train-000000.tar: member 009.tif at offset \d+ is not a readable image: it is 32-bit", found)
+
+
 def test_faults_of_the_folder(tmp_path: Path) -> None:
     write_images(tmp_path, image_samples(), [], image_samples(20), image_samples(30))
     index = read_index(str(tmp_path))
@@ -174,6 +185,19 @@ def test_no_index_of_damaged_shards(tmp_path: Path) -> None:
     (tmp_path / "index.json").unlink()
     (tmp_path / "train-000001.tar").unlink()
     assert check(tmp_path, index=True).faults == ("train-000002.tar follows number 0: shards in between are missing",)
+    assert not (tmp_path / "index.json").exists()
+
+
+@pytest.mark.parametrize("label", [-1, 1_000_000, 10**12])
+def test_no_index_of_labels_that_are_no_classes(tmp_path: Path, label: int) -> None:
+    write_shard(tmp_path / "train-0.tar", [image_sample(0), image_sample(1, cls=label), image_sample(2)])
+    offset = member_offset(tmp_path / "train-0.tar", "001.cls")
+    report = check(tmp_path, index=True)
+    (fault,) = report.faults
+    assert fault == (
+        f"train-0.tar: member 001.cls at offset {offset} has class {label}, but classes are 0 to 999999 at most"
+    )
+    assert len(report.index.classes) == 3
     assert not (tmp_path / "index.json").exists()
 
 

@@ -9,5 +9,5 @@ sweep() {
     python benchmarks/large_batch.py "runs/large_batch/$1"
 }
 
-sweep first_seed seed=1 'experiment=glob(*_*)'
-sweep more_seeds seed=2,3 'experiment=glob(alexnet_*,exclude=alexnet_larger_*)'
+sweep first_seed seed=1 'experiment=glob([alexnet_*,resnet_*])'
+sweep more_seeds seed=2,3 'experiment=glob(alexnet_*,exclude=[alexnet_larger_*,alexnet_baseline_recipe])'

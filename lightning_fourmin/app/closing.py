@@ -1,8 +1,11 @@
 """What a training says at its end."""
 
 import os
+import shlex
 from pathlib import Path
 
+from lightning_fourmin.app.resume import override, saved
+from lightning_fourmin.report.page import PAGE_NAME
 from lightning_fourmin.report.run_files import RunRecord, Summary
 from lightning_fourmin.report.words import plural
 
@@ -14,12 +17,12 @@ def closing_lines(record: RunRecord, folder: Path) -> list[str]:
         last, how = "epoch that was complete", "interrupted"
         if record.status == "preempted":
             last, how = "step that was saved", "asked to end by SIGTERM"
-        resumable = any((folder / "checkpoints").glob("*.ckpt"))
-        rest = f"`resume={where}` goes on after the last {last}" if resumable else "nothing was saved yet"
+        going_on = f"`{shlex.quote(override('resume', where))}` goes on after the last {last}"
+        rest = going_on if saved(folder) else "nothing was saved yet"
         return [f"fourmin train: {how}; {rest}"]
     if record.status == "failed":
         return [f"fourmin train: {record.error}", f"  traceback: {where}/error.txt"]
-    rows = [*_figures(record.summary), ("time", f"{record.seconds:,.0f} s"), ("report", f"{where}/report.html")]
+    rows = [*_figures(record.summary), ("time", f"{record.seconds:,.0f} s"), ("report", f"{where}/{PAGE_NAME}")]
     return ["", *(f"  {name:12}{text}" for name, text in rows)]
 
 

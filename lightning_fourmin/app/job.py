@@ -6,7 +6,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
@@ -15,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fourmin.app.quiet import hush
 from lightning_fourmin.app.recorder import RunRecorder
+from lightning_fourmin.app.step_seed import StepSeed
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.callbacks.preemption import SIGTERM_HANDLER, set_handler
 from lightning_fourmin.lars import LARS
@@ -43,15 +43,13 @@ def train(config: dict[str, Any]) -> None:
     trainer: Trainer = make_trainer(
         strategy=instantiate(config["strategy"], _convert_="all"),
         plugins=[instantiate(config["precision"], _convert_="all")],
-        callbacks=[*callbacks.values(), RunRecorder(Path(config["run_dir"]))],
+        callbacks=[*callbacks.values(), StepSeed(config["seed"]), RunRecorder(Path(config["run_dir"]))],
         logger=list(_parts(config["logger"]).values()),
         default_root_dir=config["run_dir"],
         enable_progress_bar="progress_bar" in callbacks,
         enable_model_summary="model_summary" in callbacks,
         enable_checkpointing="checkpoint" in callbacks,
     )
-    # All ranks made the same weights; their dropout must differ.
-    torch.manual_seed(config["seed"] + trainer.global_rank)
     try:
         trainer.fit(module, data, ckpt_path=config["resume"] or None)
     except SystemExit as end:
@@ -78,4 +76,5 @@ def external_rank() -> int | None:
     """The rank that torchrun or srun has started this process as; None: nobody has."""
     if TorchElasticEnvironment.detect():
         return int(os.environ["RANK"])
-    return int(os.environ["SLURM_PROCID"]) if SLURMEnvironment.detect() else None
+    # Inside of an allocation the shell itself is no task.
+    return int(os.environ["SLURM_PROCID"]) if SLURMEnvironment.detect() and "SLURM_PROCID" in os.environ else None

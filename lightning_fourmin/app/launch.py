@@ -7,6 +7,7 @@ the command line again, which under a sweep would start the whole sweep again.
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import time
 import traceback
@@ -28,7 +29,12 @@ GRACE_S = 10.0
 """How long ranks may take to end after one has failed or Ctrl-C was pressed."""
 NUM_PORTS = 3
 """How many are tried: one that was free may be taken by another process before rank 0 listens on it."""
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+MESSAGE_CHARACTERS, DETAILS_CHARACTERS = 2_000, 30_000
+"""Of an error that a rank passes on: what does not fit into the pipe would hold it up until somebody reads."""
+_LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS",
+)  # fmt: skip
+"""What would make a Trainer believe that somebody else has started the rank."""
 
 
 class RankError(Exception):
@@ -135,7 +141,8 @@ def _rank_main(
         work(config)
     except Exception as error:
         # The first one counts: the others fail because their peer is gone.
-        failures.put(_Failure(message_of(error), traceback.format_exc()))
+        message, details = message_of(error), traceback.format_exc()
+        failures.put(_Failure(message[:MESSAGE_CHARACTERS], details[-DETAILS_CHARACTERS:]))
         raise
 
 
@@ -149,6 +156,10 @@ def message_of(error: BaseException) -> str:
     """What an error says, without what Hydra puts around the errors of things it makes."""
     from hydra.errors import InstantiationException
 
+    group = ""
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        if found := re.search(r"^full_key: (\S+)", str(error), re.MULTILINE):
+            group = f"{found[1]}: "
         error = error.__cause__
-    return str(error) or type(error).__name__
+    # Ours are ValueErrors, and name the field.
+    return (group if isinstance(error, TypeError) else "") + (str(error) or type(error).__name__)

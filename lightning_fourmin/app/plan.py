@@ -1,7 +1,5 @@
 """`fourmin plan`: predicts a training step on a cluster, the best settings for it, and how it scales."""
 
-import importlib
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_fourmin.app.own_module import named_model, no_input_shape, own_module, unfit_input
 from lightning_fourmin.app.verb import run
 from lightning_fourmin.models import build_model
 from lightning_fourmin.options import WIRE_DTYPES
@@ -29,6 +28,8 @@ class PlanOptions:
     """Fields as in conf/plan.yaml."""
 
     model: str = "resnet50"
+    model_options: dict[str, Any] | None = None
+    """model.model_options on the command line."""
     cluster: dict[str, Any] = field(default_factory=dict)
     module: str | None = None
     module_options: dict[str, Any] | None = None
@@ -45,7 +46,7 @@ class PlanOptions:
     fusion_mb: float | None = None
     switch_mb: float | None = None
     wire_dtype: str = "fp16"
-    stragglers: dict[str, Any] = field(default_factory=dict)
+    stragglers: Stragglers = field(default_factory=Stragglers)
     epochs: int = 90
     num_samples: int = 1281167
     out: str | None = "plan"
@@ -79,8 +80,13 @@ def predict(options: PlanOptions) -> Outlook:
     if options.table is not None:
         cluster, table = with_table(cluster, Path(options.table))
     # Shapes are enough, unless it is to be run.
-    with nullcontext() if options.layer_times == "measured" else torch.device("meta"):
-        module = build_model(options.model, options.num_classes) if options.module is None else _imported(options)
+    is_run = options.layer_times == "measured"
+    with nullcontext() if is_run else torch.device("meta"):
+        if options.module is None:
+            module = named_model(options.model, options.num_classes, options.model_options)
+        else:
+            hint = "" if is_run else "; if it computes with weights, try layer_times=measured"
+            module = own_module(options.module, options.module_options, hint)
     profile, fp32_profile = _profiles(options, cluster, module)
     group_size = options.group_size
     if group_size is None and table is not None:
@@ -95,35 +101,10 @@ def predict(options: PlanOptions) -> Outlook:
         group_size,
         options.switch_mb,
         wire_dtype=WIRE_DTYPES[options.wire_dtype],
-        stragglers=Stragglers(**options.stragglers),
+        stragglers=options.stragglers,
         measured=table,
     )
     return Outlook.of(scenario, fp32_profile, options.epochs, options.num_samples, options.most_ranks)
-
-
-def _imported(options: PlanOptions) -> nn.Module:
-    """What `module=package.file:Name` makes."""
-    assert options.module is not None
-    place, _, name = options.module.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script has not
-    try:
-        made_by = getattr(importlib.import_module(place), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(
-            f"module={options.module} cannot be imported ({error}): write package.file:Name, and run the command where "
-            "Python finds the package"
-        ) from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-
-    try:
-        module = made_by(**(options.module_options or {}))
-    except UNFIT as error:
-        hint = "" if options.layer_times == "measured" else "; if it computes with weights, try layer_times=measured"
-        raise PlanError(f"module={options.module} cannot be made with module_options ({error}){hint}") from error
-    if not isinstance(module, nn.Module):
-        raise PlanError(f"module={options.module} makes a {type(module).__name__}, not a torch.nn.Module")
-    return module
 
 
 def _profiles(options: PlanOptions, cluster: Cluster, module: nn.Module) -> tuple[Profile, Profile]:
@@ -133,9 +114,7 @@ def _profiles(options: PlanOptions, cluster: Cluster, module: nn.Module) -> tupl
         try:
             profile = measure_profile(module, torch.randn(options.batch_size, *shape), None, sgd)
         except UNFIT as error:
-            raise PlanError(
-                f"{type(module).__name__} cannot be trained with an input of {shape} ({error}): check input_shape"
-            ) from error
+            raise unfit_input(module, shape, error) from error
         return profile, profile
     if options.layer_times != "scaled":
         raise PlanError(f"layer_times={options.layer_times} is not known: choose scaled or measured")
@@ -171,7 +150,11 @@ def _reference(name: str) -> nn.Module:
 
 
 def _peak(module: nn.Module, batch_size: int, options: PlanOptions, cluster: Cluster) -> Profile:
-    inputs = torch.empty(batch_size, *_input_shape(options, module), device="meta")
+    shape = _input_shape(options, module)
+    try:
+        inputs = torch.empty(batch_size, *shape, device="meta")
+    except RuntimeError as error:
+        raise unfit_input(module, shape, error) from error
     return peak_profile(module, inputs, cluster.device)
 
 
@@ -179,6 +162,6 @@ def _input_shape(options: PlanOptions, module: nn.Module) -> list[int]:
     if options.input_shape is not None:
         return options.input_shape
     if options.module is not None:
-        raise PlanError("input_shape is not given: module needs the shape of one sample, input_shape=[3,224,224] say")
+        raise no_input_shape()
     side = int(getattr(module, "image_size", 224))
     return [3, side, side]

@@ -59,7 +59,8 @@ class RunRecorder(Callback):
 
 def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     parameters = list(module.parameters())
-    name = module.hparams.get("model", type(module).__name__)
+    named = module.hparams.get("model")
+    name = named if isinstance(named, str) else type(module).__name__
     plans: dict[str, Any] = {
         "model": ModelSize(name, sum(p.numel() for p in parameters), len(parameters)),
         "world_size": trainer.world_size,
@@ -70,11 +71,12 @@ def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         plans["arithmetic"] = tuple(module.rate_plan.in_words())
     strategy = trainer.strategy
     if isinstance(strategy, FourMinStrategy):
-        plans["topology"] = str(strategy.topology)
         if strategy.fusion_plan is not None:
             plans["fusion_plan"] = tuple(BucketRecord.of(bucket) for bucket in strategy.fusion_plan.buckets)
-        if strategy.table is not None and trainer.world_size > 1:
-            plans["table"] = TableRecord.of(strategy.table)
+        if strategy.table is not None:
+            plans["topology"] = str(strategy.table.groups_of(strategy.topology))
+            if trainer.world_size > 1:
+                plans["table"] = TableRecord.of(strategy.table)
     return plans
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from lightning_fourmin.app.resume import first_whole, saved, say
+from lightning_fourmin.app.resume import first_whole, override, saved, say
 from lightning_fourmin.comm.attempt import shares_agents_store, store_of_attempt
 
 KEY = "fourmin/run"
@@ -30,7 +30,7 @@ def overrides_of_restart() -> list[str]:
     checkpoint = attempt.get("checkpoint").decode()
     if not checkpoint:
         return []
-    return [f"run_dir={_quoted(Path(checkpoint).parent.parent)}", f"resume={_quoted(checkpoint)}"]
+    return [override("run_dir", Path(checkpoint).parent.parent), override("resume", checkpoint)]
 
 
 def remember_run(folder: Path) -> None:
@@ -70,9 +70,3 @@ def _files(folder: Path) -> dict[str, int]:
 
 def _agents_store() -> dist.Store:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
-
-def _quoted(path: Path | str) -> str:
-    """For Hydra, to which commas and the like mean something."""
-    escaped = str(path).replace("'", r"\'")
-    return f"'{escaped}'"

@@ -1,19 +1,20 @@
 """Which checkpoint a run goes on from: the newest that is whole."""
 
+import re
 import sys
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_fourmin.callbacks.preemption import FILE_NAME as LAST_NAME
 from lightning_fourmin.checkpoints import CheckpointError, check_checkpoint
+from lightning_fourmin.report.parts import CHECKPOINTS_NAME
 from lightning_fourmin.report.run_files import RUN_NAME
-
-LAST_NAME = "last.ckpt"
 
 
 def saved(run: Path) -> list[Path]:
     """The checkpoints of a run: the last one, then the others, newest first."""
-    files = (run / "checkpoints").glob("*.ckpt")
+    files = (run / CHECKPOINTS_NAME).glob("*.ckpt")
     return sorted(files, key=lambda path: (path.name == LAST_NAME, path.stat().st_mtime), reverse=True)
 
 
@@ -34,6 +35,15 @@ def first_whole(checkpoints: list[Path]) -> Path:
             say(f"{error}; the one before it is tried")
     check_checkpoint(checkpoints[-1])
     return checkpoints[-1]
+
+
+def override(key: str, path: Path | str) -> str:
+    """For Hydra, to which commas and the like mean something."""
+    text = str(path)
+    if re.fullmatch(r"[\w./-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("'", r"\'")
+    return f"{key}='{escaped}'"
 
 
 @rank_zero_only

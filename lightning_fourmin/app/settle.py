@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +22,9 @@ from lightning_fourmin.data.sources import is_url
 from lightning_fourmin.recipe import GlobalBatch
 from lightning_fourmin.report.run_files import Summary
 
+DEMO = "digits"
+"""The experiment, and the data that it is for."""
+
 
 class ConfigError(ValueError):
     """A config that makes no training, and what to change."""
@@ -32,6 +36,7 @@ def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
     named = Path(config.run_dir)
     config.run_dir = str(folder)
     plain = _resolved(config)
+    _check_recipe()
     if external_rank() is None and plain["trainer"]["num_nodes"] != 1:
         raise ConfigError(
             f"trainer.num_nodes={plain['trainer']['num_nodes']}, but this command starts ranks on one machine: start "
@@ -61,6 +66,15 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def _check_recipe() -> None:
+    choices = HydraConfig.get().runtime.choices
+    if choices.get("experiment") == DEMO and choices.get("data") != DEMO:
+        raise ConfigError(
+            f"data={choices['data']}, but image size, rate and length would be those of the demo, experiment={DEMO}: "
+            "choose another experiment, or experiment=none and set them yourself"
+        )
+
+
 def num_local_ranks(trainer: dict[str, Any]) -> int:
     """Ranks on this machine."""
     devices = trainer["devices"]
@@ -81,7 +95,7 @@ def _num_accumulated(config: dict[str, Any]) -> int:
     if wanted is None:
         return int(trainer["accumulate_grad_batches"])
     batch = GlobalBatch(config["data"]["batch_size"], num_local_ranks(trainer) * trainer["num_nodes"])
-    if wanted < batch.size or wanted % batch.size:
+    if not isinstance(wanted, int) or wanted < batch.size or wanted % batch.size:
         raise ConfigError(
             f"global_batch={wanted} is not a multiple of the {batch} samples of one backward pass: change "
             "data.batch_size or trainer.devices, or set global_batch=null"
@@ -89,9 +103,9 @@ def _num_accumulated(config: dict[str, Any]) -> int:
     return int(wanted // batch.size)
 
 
-def _checkpoint(resume: bool | str, folder: Path) -> str | None:
+def _checkpoint(resume: bool | str | int | None, folder: Path) -> str | None:
     """The checkpoint to go on from: that of the folder if it has one, else of the newest run beside it."""
-    if not resume:
+    if resume is None or resume is False:
         return None
     if resume is True:
         found = saved(folder) or newest_runs_first(folder.parent)
@@ -100,7 +114,7 @@ def _checkpoint(resume: bool | str, folder: Path) -> str | None:
                 f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first"
             )
     else:
-        path = Path(resume)
+        path = Path(str(resume))  # jobs of a sweep have numbers
         found = saved(path) if path.is_dir() else [path]
         if not found or not found[0].is_file():
             missing = f"{path}/checkpoints is empty" if path.is_dir() else f"{path} does not exist"

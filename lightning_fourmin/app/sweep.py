@@ -19,9 +19,13 @@ class SweepReport(Callback):
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        page = write_sweep(folder)
+        try:
+            page = write_sweep(folder)
+            jobs = read_jobs(folder)
+        except Exception as error:
+            print(f"fourmin train: {folder} has no page, its jobs are in its folders: {error}", file=sys.stderr)
+            sys.exit(1)
         print(f"\n{(folder / 'sweep.md').read_text()}\n{os.path.relpath(page)}", flush=True)
-        jobs = read_jobs(folder)
         if failed := [job for job in jobs if job.status != "done"]:
             lines = [f"  job {job.number}: {job.error}" for job in failed]
             print(f"fourmin train: {len(failed)} of {len(jobs)} jobs failed:", *lines, sep="\n", file=sys.stderr)

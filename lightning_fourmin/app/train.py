@@ -1,10 +1,14 @@
 """`fourmin train`: composes a training, runs its ranks, and leaves a folder with its record and report."""
 
+import fcntl
 import math
+import os
 import shlex
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -52,11 +56,16 @@ def _job(config: DictConfig) -> float:
         return math.nan
     folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     overrides = tuple(hydra.overrides.task) if sweeping else ()
+    if sweeping and folder.name != str(hydra.job.num):
+        give_up("train", "hydra.sweep.subdir is not the number of the job, by which reports and resume=true find it")
+    if not config.name:
+        give_up("train", "name is not given: write experiment=none instead of ~experiment, or name=NAME")
     if sweeping:
         print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
     record = _done_before(config, folder, overrides) if sweeping and config.resume is True else None
     if record is None:
-        record = _run(config, folder, overrides)
+        with _alone_in(folder):
+            record = _run(config, folder, overrides)
     ok = record.status == "done"
     print("\n".join(closing_lines(record, folder)), file=sys.stdout if ok else sys.stderr, flush=True)
     if not ok and not (record.status == "failed" and sweeping):
@@ -64,6 +73,21 @@ def _job(config: DictConfig) -> float:
     # An unknown metric is among the reasons to fail.
     value = getattr(record.summary, config.metric) if ok else None
     return math.nan if value is None else float(value)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Ends the command if another process writes to the folder, as when two were started within a second."""
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                give_up("train", f"another run writes to {folder}: give this one a run_dir of its own")
+        yield
+    finally:
+        os.close(directory)
 
 
 def _done_before(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord | None:

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.launch import RankError, run_ranks
 from lightning_fourmin.app.net_tuner import NetTuner
+from lightning_fourmin.app.own_module import named_model, no_input_shape, own_module, unfit_input
 from lightning_fourmin.app.verb import give_up, run
 from lightning_fourmin.comm.advice import sentence_without_model
 from lightning_fourmin.comm.curves import draw
@@ -25,8 +26,9 @@ from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table
-from lightning_fourmin.models import MODELS, build_model
+from lightning_fourmin.models import MODELS
 from lightning_fourmin.options import WIRE_DTYPES
+from lightning_fourmin.predict.errors import UNFIT
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -42,6 +44,11 @@ class TuneOptions:
     group_size: int | None = None
     out: str | None = None
     model: str | None = None
+    model_options: dict[str, Any] | None = None
+    """model.model_options on the command line."""
+    module: str | None = None
+    module_options: dict[str, Any] | None = None
+    input_shape: list[int] | None = None
     num_classes: int = 1000
     image_size: int = 224
     batch_size: int = 32
@@ -53,13 +60,33 @@ class TuneOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise ValueError(f"wire_dtype={self.wire_dtype} is not known: choose one of null, fp32, fp16, bf16")
-        if self.model is not None:
-            self.build_model()
+        net = self.build_net()
+        if net is not None:
+            try:
+                net(torch.randn(2, *self.sample_shape))
+            except UNFIT as error:
+                raise unfit_input(net, self.sample_shape, error) from error
 
-    def build_model(self) -> nn.Module:
-        assert self.model is not None
+    def build_net(self) -> nn.Module | None:
+        """The net to tune for, if there is one."""
+        if self.module is not None:
+            if self.model is not None:
+                raise ValueError(f"model={self.model} and module={self.module}: give one of them")
+            return own_module(self.module, self.module_options)
+        if self.model is None:
+            return None
         takes_size = self.model in MODELS and "image_size" in inspect.signature(MODELS[self.model]).parameters
-        return build_model(self.model, self.num_classes, **({"image_size": self.image_size} if takes_size else {}))
+        size = {"image_size": self.image_size} if takes_size else {}
+        return named_model(self.model, self.num_classes, {**size, **(self.model_options or {})})
+
+    @property
+    def sample_shape(self) -> list[int]:
+        if self.input_shape is not None:
+            return self.input_shape
+        if self.module is not None:
+            raise no_input_shape()
+        side = (self.model_options or {}).get("image_size", self.image_size)
+        return [3, side, side]
 
 
 def main() -> None:
@@ -94,7 +121,7 @@ def tune(
 ) -> tuple[AllReduceTable, list[str]]:
     """Measures and writes; rank 0 tells what was found. A collective call.
 
-    `net` is trained on random images to measure it; None: the model of the options, if there is one.
+    `net` is measured on random inputs; None: that of the options, if there is one.
     """
     nodes = [0] * dist.get_world_size()
     dist.all_gather_object(nodes, node_rank)
@@ -116,15 +143,13 @@ def tune(
         table.to_csv(path)
         draw(table, path.with_suffix(".svg"))
         told.append(f"table: {path}, picture: {path.with_suffix('.svg')}")
-    if net is None and options.model is not None:
-        net = options.build_model()
+    net = options.build_net() if net is None else net
     if net is None:
         told.append(sentence_without_model(table))
     else:
-        images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
-        labels = torch.arange(options.batch_size, device=device) % options.num_classes
+        inputs = torch.randn(options.batch_size, *options.sample_shape, device=device)
         wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
-        tuner = NetTuner(net.to(device), images, labels, table.groups_of(topology), table, groups, wire_dtype)
+        tuner = NetTuner(net.to(device), inputs, table.groups_of(topology), table, groups, wire_dtype)
         told += tuner.tune(path, lambda what: _progress(what, options.budget_s), options.budget_s)
     if dist.get_rank() == 0:
         print("\n".join(told), flush=True)

@@ -5,9 +5,10 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -27,14 +28,15 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
 
     def task(config: DictConfig) -> None:
         try:
-            options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _with_model_by_name(config)))
+            given = _with_paths_as_text(_with_net_of_model(config), kind)
+            options = OmegaConf.to_object(OmegaConf.merge(_schema(kind), given))
             assert isinstance(options, kind)
             work(options)
         except MissingMandatoryValue:
             missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
             give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
         except OmegaConfBaseException as error:
-            give_up(verb, f"{error.full_key}: {error.msg}")
+            give_up(verb, f"{error.full_key}: {str(error.msg).splitlines()[0]}")
         except (PlanError, RunError, ShardError) as error:
             give_up(verb, str(error))
         except OSError as error:
@@ -43,14 +45,42 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
     run_hydra(verb, task)
 
 
-def _with_model_by_name(config: DictConfig) -> DictConfig:
-    """The configs of models are made for training; other verbs need the name of the one that was chosen."""
+def _schema(kind: type) -> DictConfig:
+    schema: DictConfig = OmegaConf.structured(kind)
+    for name in schema:
+        if not OmegaConf.is_missing(schema, name) and OmegaConf.is_dict(schema[name]):
+            # OmegaConf merges into a frozen dataclass, but not into one inside another.
+            OmegaConf.set_readonly(schema[name], False)
+    return schema
+
+
+def _with_net_of_model(config: DictConfig) -> DictConfig:
+    """The configs of models are made for training; other verbs need name and options of the net that was chosen."""
     if not isinstance(config.get("model"), DictConfig):
         return config
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+~").partition("=")[0]
+        if key.startswith("model.") and key.split(".")[1] not in ("model", "model_options"):
+            raise PlanError(f"{key} is for training: of a model only its name and model.model_options count here")
     named = OmegaConf.masked_copy(config, [str(key) for key in config if key != "model"])
     OmegaConf.set_struct(named, False)
     named["model"] = config.model.model
+    written = OmegaConf.to_container(config.model)
+    assert isinstance(written, dict)
+    options = written.get("model_options")
+    if isinstance(options, dict):
+        # Only a training has data.
+        options = {name: value for name, value in options.items() if not str(value).startswith("${data.")}
+    named["model_options"] = options
     return named
+
+
+def _with_paths_as_text(config: DictConfig, kind: type) -> DictConfig:
+    """The folders of a sweep's jobs have names that Hydra takes for numbers."""
+    for name, hint in get_type_hints(kind).items():
+        if Path in (hint, *get_args(hint)) and type(value := config.get(name)) is int:
+            config[name] = str(value)
+    return config
 
 
 def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:

@@ -144,9 +144,9 @@ class ScalingMonitor(Callback):
             return
         found = asdict(self._summarize(trainer, steps))
         known = {name: float(value) for name, value in found.items() if value is not None}
-        pl_module.log_dict({f"fourmin/{name}": value for name, value in known.items()})
+        pl_module.log_dict({f"fourmin/{name}": value for name, value in known.items()}, batch_size=1)
         bar = {name: value for name, value in known.items() if name in ("S", "e", "T")}
-        pl_module.log_dict(bar, prog_bar=True, logger=False)
+        pl_module.log_dict(bar, prog_bar=True, logger=False, batch_size=1)
 
     def _end_step(self, trainer: Trainer) -> None:
         now = time.perf_counter()

@@ -38,7 +38,8 @@ class TrustRatioMonitor(Callback):
         optimizers = _lars_optimizers(trainer)
         for index, optimizer in optimizers.items():
             prefix = "trust_ratio" if len(optimizers) == 1 else f"trust_ratio/{index}"
-            pl_module.log_dict({f"{prefix}/{name}": ratio for name, ratio in optimizer.trust_ratios().items()})
+            ratios = {f"{prefix}/{name}": ratio for name, ratio in optimizer.trust_ratios().items()}
+            pl_module.log_dict(ratios, batch_size=1)
 
 
 def _lars_optimizers(trainer: Trainer) -> dict[int, LARS]:

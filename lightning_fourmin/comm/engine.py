@@ -7,12 +7,14 @@ A stage waits for what the stage before it started, does the local sums, starts 
 on without waiting. The first stage has nothing to wait for and runs in the thread that calls the hook. Every rank
 passes every piece through every stage in the same order, so each process group sees one order, driven by one thread;
 the phases of different buckets, and of the pieces of a large one, overlap.
+
+On CUDA the host waits for nothing: the hook takes a piece through all stages, each on a stream of its own. NCCL wants
+the collectives of all groups in one order on all ranks, which several threads could not keep.
 """
 
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 
 import torch
@@ -79,9 +81,10 @@ class Engine:
         # Makes the groups, in the main thread of every rank; routes for other dtypes find them made.
         routes = self._routes_for(wire_dtype or torch.float32)
         self._stages = [s for s in STAGES if any(s in route.phases for route in routes.values())]
-        later = [*self._stages[1:], "finish"]
-        self._queues: list[SimpleQueue[Piece | None]] = [SimpleQueue() for _ in later]
-        self._first_stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        on_cuda = device.type == "cuda"
+        self._streams = {stage: torch.cuda.Stream(device) for stage in (*self._stages, "finish") if on_cuda}
+        in_threads = [] if on_cuda else [*self._stages[1:], "finish"]
+        self._queues: list[SimpleQueue[Piece | None]] = [SimpleQueue() for _ in in_threads]
         self._lock = threading.Lock()
         self._under_way: set[BucketUnderWay] = set()
         self._error: BaseException | None = None
@@ -92,7 +95,7 @@ class Engine:
         self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits, groups.number)
         self._threads = [
             threading.Thread(target=self._run_stage, args=(stage, i), name=f"fourmin-{stage}", daemon=True)
-            for i, stage in enumerate(later)
+            for i, stage in enumerate(in_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -110,13 +113,17 @@ class Engine:
         route = self._routes_for(wire_dtype)[self.table.choose(num_bytes)]
         num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // self.table.chunk_bytes))
         bucket = BucketUnderWay(gradients, index, route, num_pieces)
-        with self._lock:
-            if self._error is not None or not num_bytes or self.topology.world_size == 1:
-                bucket.complete()
-                return bucket.future
-            self._under_way.add(bucket)
         if self.meter is not None:
             bucket.times = self.meter.hand_over(index, num_bytes)
+        with self._lock:
+            is_sent = self._error is None and num_bytes > 0 and self.topology.world_size > 1
+            if is_sent:
+                self._under_way.add(bucket)
+        if not is_sent:
+            bucket.complete()
+            if is_last:
+                self._start_held(bucket)
+            return bucket.future
         if self._arena is not None and "reduce" in route.phases:
             bucket.slot = self._arena.place(gradients.numel(), wire_dtype, bucket.done.wait, new_step=index == 0)
         start = 0
@@ -137,9 +144,13 @@ class Engine:
     def _start_held(self, newest: BucketUnderWay) -> None:
         for piece in self._held:
             piece.bucket.ready = newest.ready
-            with self._on(self._first_stream), torch.no_grad():
-                self._pass(piece, self._stages[0])
-            self._queues[0].put(piece)
+            with torch.no_grad():
+                for stage, stream in self._streams.items():
+                    with torch.cuda.stream(stream):
+                        self._pass(piece, stage)
+                if not self._streams:
+                    self._pass(piece, self._stages[0])
+                    self._queues[0].put(piece)
         self._held = []
 
     def raise_error(self) -> None:
@@ -161,7 +172,8 @@ class Engine:
         """Stops the threads; one that is still blocked in the backend after a bounded wait is left as a daemon."""
         if self._stall_watch is not None:
             self._stall_watch.close()
-        self._queues[0].put(None)
+        if self._queues:
+            self._queues[0].put(None)
         deadline = time.monotonic() + (0.0 if self._error is not None else JOIN_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -192,11 +204,7 @@ class Engine:
         return self._routes[wire_dtype]
 
     def _run_stage(self, stage: str, position: int) -> None:
-        stream = None
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream(self._device)
-        with self._on(stream), torch.no_grad():
+        with torch.no_grad():
             while (piece := self._queues[position].get()) is not None:
                 start_ns = now_ns()
                 if self._trace is not None:
@@ -211,9 +219,6 @@ class Engine:
             elif self._arena is not None:
                 # The last of the threads: nobody uses it any more.
                 self._arena.close()
-
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def _pass(self, piece: Piece, stage: str) -> None:
         """Takes a piece through one stage; an error ends the engine's work."""
@@ -277,7 +282,8 @@ class Engine:
         if self._device.type == "cuda":
             assert piece.bucket.ready is not None
             torch.cuda.current_stream(self._device).wait_event(piece.bucket.ready)
-            padding = -piece.gradients.numel() % self.topology.largest_group
+            if piece.bucket.route.algorithm == "torus":
+                padding = -piece.gradients.numel() % self.topology.largest_group
         if dtype is piece.gradients.dtype and not padding and piece.slot is None:
             if before != 1.0:
                 piece.gradients.mul_(before)

@@ -26,7 +26,8 @@ HEARD_S = 2.0
 """How long a rank that leaves waits for the others to hear why: the store may leave with it."""
 LIMIT_S = ANSWER_S + HEARD_S + 2.0
 POLL_S = 0.02
-_BACKEND = re.compile(r"gloo/|NCCL|c10d|TCPStore|Connection (closed|reset|refused)|Broken pipe")
+_BACKEND = re.compile(r"gloo/|NCCL|c10d|TCPStore")
+"""Marks of the backends. A connection that was refused or broken may by itself be that of a rank's own data."""
 _STORE_GONE = (
     "rank 0 is gone: the store of the process group, which lives in its process (under torchrun in the agent of the "
     "first node), does not answer"

@@ -194,6 +194,8 @@ class AllReduceTable:
             raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
         head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
         try:
+            if int(head.get("chunk_bytes", CHUNK_BYTES)) < 1:
+                raise ValueError("chunk_bytes must be at least 1")
             rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
             table = cls(
                 head["topology_key"],

@@ -14,6 +14,8 @@ from lightning_fourmin.data.tar import TarCursor
 from lightning_fourmin.data.workers import count_one
 
 PIECE_BYTES = 1 << 20
+MAX_CLASSES = 1_000_000
+"""Of shards without an index: a larger label is some other number, and would make as many classes."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class _Seen:
                     faults.append(str(sample.fault(field, f"is not a readable image: {error}")))
         try:
             label = sample.label(self._task.num_classes) if "cls" in sample else None
+            if self._task.expected is None and label is not None and not 0 <= label < MAX_CLASSES:
+                raise sample.fault("cls", f"has class {label}, but classes are 0 to {MAX_CLASSES - 1} at most")
             if self.largest_label is not None:
                 self.largest_label = None if label is None else max(self.largest_label, label)
         except ShardError as error:

@@ -88,6 +88,8 @@ class ShardDataModule(LightningDataModule):
             ("seed", seed, 0),
             ("window", window, 1),
         ):
+            if not isinstance(value, int):
+                raise ValueError(f"{name}={value!r} must be a whole number")
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         for name, choice, known in (

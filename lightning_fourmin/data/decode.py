@@ -10,6 +10,7 @@ import simplejpeg
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 from torch.nn.functional import interpolate
 
 Pixels = NDArray[np.uint8]
@@ -62,13 +63,26 @@ class Encoded:
                 pass
         image = _opened(self.data)
         with _damage_as_value_error():
-            # A copy, because torch minds arrays that cannot be written to.
-            return np.array(image.convert("RGB"))
+            return _rgb(image)
 
 
 def _opened(data: bytes) -> Image.Image:
     with _damage_as_value_error():
         return Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
+
+
+def _rgb(image: Image.Image) -> Pixels:
+    """Converted by Pillow, but for grey of more than 8 bits, which Pillow clips to white instead of scaling it."""
+    # Of PPM, Pillow has scaled all such grey to 16 bits.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        is_12_bit = isinstance(image, TiffImageFile) and image.tag_v2.get(BITSPERSAMPLE) == (12,)
+        white = 4095 if is_12_bit else 65535
+        grey = (np.asarray(image).astype(np.uint32) * 255 + white // 2) // white
+        return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        raise ValueError("it is 32-bit or signed grey, whose white is not known: convert it to 8 bit first")
+    # A copy, because torch minds arrays that cannot be written to.
+    return np.array(image.convert("RGB"))
 
 
 def _check_size(width: int, height: int) -> None:

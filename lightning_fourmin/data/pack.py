@@ -2,6 +2,8 @@
 
 import io
 import json
+import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from lightning_fourmin.data.order import permutation
 from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.workers import count_one, run_tasks
 from lightning_fourmin.data.writer import write_shard
+
+log = logging.getLogger(__name__)
 
 NUM_FAULTS_SHOWN = 10
 JPEG_QUALITY = 95
@@ -86,6 +90,7 @@ class _Task:
 def pack(options: PackOptions) -> Index:
     """Writes the shards that are not there yet, then the index, to which the split is added."""
     classes, sources = _find(options, _index_so_far(options).classes)
+    _warn_of_empty(options, classes, sources)
     tasks = _cut(options, sources)
     journal = Journal(options.out, options.split, _content(options, classes, tasks))
     written = journal.read()
@@ -128,12 +133,18 @@ def _index_so_far(options: PackOptions) -> Index:
     index = read_index(str(options.out)) if path.exists() else Index((), {})
     if options.split in index.splits:
         raise ShardError(f"{path} has a split {options.split!r} already: choose another split or out")
+    if index.splits and not index.classes:
+        raise ShardError(
+            f"{path} has no classes for its splits ({', '.join(sorted(index.splits))}), and splits that share a folder "
+            "share their classes: choose another out"
+        )
     return index
 
 
 def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[str, ...], list[_Source]]:
     """All images in an order that depends on names and seed only, and the classes that their labels count."""
-    found = sorted(path.name for path in options.src.iterdir() if path.is_dir() and not path.name.startswith("."))
+    tops = sorted(_visible(options.src))
+    found = [path.name for path in tops if path.is_dir()]
     classes = known_classes or tuple(found)
     if unknown := sorted(set(found) - set(classes)):
         raise ShardError(
@@ -143,18 +154,49 @@ def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[s
     labels = {name: label for label, name in enumerate(classes)}
     sources = []
     for name in found:
-        for path in sorted((options.src / name).rglob("*")):
-            if path.is_file() and path.suffix[1:].lower() in IMAGE_FIELDS:
-                relative, about = path.relative_to(options.src).as_posix(), path.stat()
-                sources.append(_Source(relative, labels[name], about.st_size, about.st_mtime_ns))
+        for path, about in sorted(_images(options.src / name, (options.src.resolve(),))):
+            relative = path.relative_to(options.src).as_posix()
+            sources.append(_Source(relative, labels[name], about.st_size, about.st_mtime_ns))
     if not sources:
         raise ShardError(f"src={options.src} has no images: it must hold one folder a class with images in it")
+    if lost := [path for path in tops if _leads_nowhere(path)]:
+        raise ShardError(f"{lost[0]} is a link that leads nowhere, perhaps to a class: repair or remove it")
     if all(source.path.count("/") > 1 for source in sources):
         raise ShardError(
             f"src={options.src}: no folder has images of its own, they lie further down, as {sources[0].path}: pack a "
             f"folder below, such as src={(options.src / sources[0].path).parents[1]}"
         )
     return classes, [sources[place] for place in permutation(len(sources), options.seed)]
+
+
+def _images(folder: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Images in a folder and below, also behind links; a link that leads nowhere may be one, and fails to be read."""
+    real = folder.resolve()
+    if any(other.is_relative_to(real) for other in above):
+        raise ShardError(f"{folder} is a link to {real}, a folder that it lies in: remove it")
+    for path in _visible(folder):
+        if path.is_dir():
+            yield from _images(path, (*above, real))
+        elif _leads_nowhere(path):
+            yield path, path.lstat()
+        elif path.is_file() and path.suffix[1:].lower() in IMAGE_FIELDS:
+            yield path, path.stat()
+
+
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
+
+
+def _warn_of_empty(options: PackOptions, classes: tuple[str, ...], sources: list[_Source]) -> None:
+    full = {source.label for source in sources}
+    if empty := [name for label, name in enumerate(classes) if label not in full]:
+        shown = ", ".join(empty[:NUM_FAULTS_SHOWN]) + ", ..." * (len(empty) > NUM_FAULTS_SHOWN)
+        text = "src=%s has no images of %d of the %d classes, which keep their labels: %s"
+        log.warning(text, options.src, len(empty), len(classes), shown)
 
 
 def _cut(options: PackOptions, sources: list[_Source]) -> list[_Task]:
@@ -196,7 +238,8 @@ def _write(task: _Task) -> Written | list[str]:
                 sizes.append((image.width, image.height))
                 yield f"{key:09d}", {field: image.data, "cls": str(source.label).encode()}
             except (OSError, ValueError) as error:
-                faults.append(f"{path}: {error}")
+                target = f" (a link to {path.readlink()})" if path.is_symlink() else ""
+                faults.append(f"{path}{target}: {error}")
             count_one()
 
     path = task.options.out / task.name

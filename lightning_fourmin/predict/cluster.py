@@ -108,9 +108,10 @@ class _Fields:
         return Link(1e-6 * latency_us, 1 / (1e9 * self.positive(f"{path}.gb_per_s")))
 
     def reference(self) -> Reference:
+        model = str(self.value("reference.model"))
         known = self._config["reference"].get("fp32_samples_per_s") is not None
         return Reference(
-            str(self.value("reference.model")),
+            model,
             self.whole("reference.batch_size"),
             self.positive("reference.samples_per_s"),
             self.positive("reference.fp32_samples_per_s") if known else None,

@@ -45,7 +45,7 @@ class Outlook:
             "topology": str(plan.topology),
             "batch_size": profile.batch_size,
             "layer_times": profile.source,
-            "fusion_mb": self.scenario.fusion_mb,
+            "fusion_mb": self.scenario.used_fusion_mb,
             "wire_dtype": str(self.scenario.wire_dtype).removeprefix("torch."),
             "algorithm": self.scenario.algorithm,
             "table": plan.table.summary(),

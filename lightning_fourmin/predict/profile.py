@@ -154,7 +154,7 @@ def record(
     with _hooks(module, lambda name: layers.append((name, mark())), lambda name: gradients.append((name, mark()))):
         start = mark()
         output = module(*([inputs] if isinstance(inputs, Tensor) else inputs))
-        total = _sum_of(output) if loss is None else loss(output)
+        total = sum_of(output) if loss is None else loss(output)
         backward = mark()
         total.backward()
         return Marks(start, layers, backward, gradients, mark())
@@ -230,7 +230,8 @@ def _hooks(module: nn.Module, starts: Callable[[str], object], is_ready: Callabl
             handle.remove()
 
 
-def _sum_of(output: Any) -> Tensor:
+def sum_of(output: Any) -> Tensor:
+    """Of all tensors in it: the loss of a net whose own is not known."""
     sums = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums:
         raise PlanError(f"the module's output ({type(output).__name__}) holds no tensor to differentiate: give a loss")

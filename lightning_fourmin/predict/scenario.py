@@ -61,14 +61,22 @@ class Scenario:
     measured: AllReduceTable | None = field(default=None, repr=False)
     """Takes the place of the cost model for the topology and the algorithms that it knows."""
 
+    @property
+    def topology(self) -> Topology:
+        return self.cluster.topology(self.num_ranks, self.group_size)
+
+    @property
+    def used_fusion_mb(self) -> float:
+        if self.fusion_mb is None:
+            return default_fusion_mb(self.topology, self.cluster.backend)
+        return self.fusion_mb
+
     @cached_property
     def plan(self) -> Plan:
-        topology = self.cluster.topology(self.num_ranks, self.group_size)
-        table, fusion_mb = self._table(topology), self.fusion_mb
-        if fusion_mb is None:
-            fusion_mb = default_fusion_mb(topology, self.cluster.backend)
+        topology = self.topology
+        table = self._table(topology)
         return Plan(
-            FusionPlan.build(self.parameters, fusion_mb),
+            FusionPlan.build(self.parameters, self.used_fusion_mb),
             table if self.chunk_bytes is None else replace(table, chunk_bytes=self.chunk_bytes),
             topology,
             self.cluster.links,

@@ -1,10 +1,15 @@
-"""The files that hold the curves of a run: one for each time it was started, the last of them `metrics.csv`."""
+"""The files that hold the curves of a run: one for each time it was started, the last of them `metrics.csv`.
+
+A run that begins afresh in a folder that another has used sets the checkpoints of that one aside.
+"""
 
 import re
 import shutil
+from itertools import count
 from pathlib import Path
 
 METRICS_NAME = "metrics.csv"
+CHECKPOINTS_NAME = "checkpoints"
 RESUMED = "fourmin/resumed"
 """The column that says where a part goes on from a checkpoint; a part without it is a run of its own."""
 _EARLIER = re.compile(r"metrics-(\d+)\.csv")
@@ -19,12 +24,19 @@ def metrics_files(folder: Path) -> list[Path]:
 def make_room(folder: Path, resumed: Path | None) -> None:
     """Sets the files in `folder` aside, since Lightning's logger begins with an empty one.
 
-    A run that goes on from that of another folder takes the curves along from there.
+    A run that goes on from that of another folder takes the curves along from there. One that does not go on from this
+    folder must not be taken for the one that has left checkpoints in it.
     """
     last = folder / METRICS_NAME
     if last.is_file():
         last.rename(_next(folder))
-    if resumed is not None and resumed.resolve() != folder.resolve():
+    if resumed is not None and resumed.resolve() == folder.resolve():
+        return
+    checkpoints = folder / CHECKPOINTS_NAME
+    if checkpoints.is_dir():
+        number = next(number for number in count(1) if not (folder / f"{CHECKPOINTS_NAME}-{number}").exists())
+        checkpoints.rename(folder / f"{CHECKPOINTS_NAME}-{number}")
+    if resumed is not None:
         for file in metrics_files(resumed):
             shutil.copyfile(file, _next(folder))
 

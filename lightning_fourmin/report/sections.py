@@ -12,6 +12,7 @@ from lightning_fourmin.report.svg import ALARM, MUTED, SERIES
 from lightning_fourmin.report.words import percent, plural, rounded, whole
 
 BLUE, ORANGE, GREEN = SERIES[:3]
+NO_CURVE = "There is no curve: nothing was logged, as in a run of fewer steps than trainer.log_every_n_steps."
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,8 @@ def learning(metrics: Metrics) -> Section:
 
 def precision(metrics: Metrics, summary: Summary) -> Section:
     scale, skipped = metrics.get("fourmin/loss_scale"), metrics.get("fourmin/skipped_steps")
-    if scale is None:
-        return Section("Precision", ("No loss scale was logged: FourMinPrecision was not in use.",), ())
-    lines = [Line("loss scale", scale, BLUE)]
-    if skipped is not None:
-        rises = skipped.steps[np.diff(skipped.values, prepend=0) > 0]
-        lines.append(Line("a step was skipped", scale.at(rises), ALARM, style="dots"))
-    chart = line_chart("loss-scale", "Loss scale", lines, Scale(log_base=2), marked_steps=resumed_steps(metrics))
+    if scale is None and summary.loss_scale is None:
+        return Section("Precision", ("No loss scale was logged: that needs FourMinPrecision.",), ())
     number = summary.skipped_steps
     if number is None:
         text = "How many steps were skipped was not logged."
@@ -60,6 +56,13 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
     else:
         of_all = f" of {whole(summary.steps)}" if summary.steps else ""
         text = f"{plural(number, 'step')}{of_all} skipped, because a gradient was not finite; the loss scale fell."
+    if scale is None:
+        return Section("Precision", (text, NO_CURVE), ())
+    lines = [Line("loss scale", scale, BLUE)]
+    if skipped is not None:
+        rises = skipped.steps[np.diff(skipped.values, prepend=0) > 0]
+        lines.append(Line("a step was skipped", scale.at(rises), ALARM, style="dots"))
+    chart = line_chart("loss-scale", "Loss scale", lines, Scale(log_base=2), marked_steps=resumed_steps(metrics))
     return Section("Precision", (text,), _there(chart))
 
 
@@ -80,9 +83,9 @@ def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section
         line_chart("efficiency", "Efficiency e", efficiency, whole_share, marked_steps=resumed),
         line_chart("times", "Milliseconds a step", times, _from_zero(times), " ms", marked_steps=resumed),
     )
-    if not charts:
-        return Section("Throughput", ("Throughput was not logged: add ScalingMonitor to the callbacks.",), ())
-    return Section("Throughput", tuple(_in_words(record, summary)), charts)
+    if not charts and summary.S is None:
+        return Section("Throughput", ("Throughput was not logged: that needs ScalingMonitor among the callbacks.",), ())
+    return Section("Throughput", (*_in_words(record, summary), *(() if charts else (NO_CURVE,))), charts)
 
 
 def _in_words(record: RunRecord, summary: Summary) -> Iterable[str]:

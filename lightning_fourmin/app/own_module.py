@@ -1,0 +1,51 @@
+"""The net of a command: `model=NAME`, one of the package's, or `module=package.file:Name`, the user's own."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_fourmin.models import build_model
+from lightning_fourmin.predict.errors import UNFIT, PlanError
+
+
+def named_model(name: str, num_classes: int, model_options: dict[str, Any] | None) -> nn.Module:
+    try:
+        return build_model(name, num_classes, **(model_options or {}))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    except UNFIT as error:
+        raise PlanError(f"model={name} cannot be made with model.model_options ({error})") from error
+
+
+def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "") -> nn.Module:
+    """What the named class or function makes; `hint` ends the sentence if it cannot."""
+    place, _, name = module.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script has not
+    try:
+        made_by = getattr(importlib.import_module(place), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(
+            f"module={module} cannot be imported ({error}): write package.file:Name, and run the command where Python "
+            "finds the package"
+        ) from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+
+    try:
+        made = made_by(**(module_options or {}))
+    except UNFIT as error:
+        raise PlanError(f"module={module} cannot be made with module_options ({error}){hint}") from error
+    if not isinstance(made, nn.Module):
+        raise PlanError(f"module={module} makes a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def no_input_shape() -> PlanError:
+    return PlanError("input_shape is not given: module needs the shape of one sample, input_shape=[3,224,224] say")
+
+
+def unfit_input(module: nn.Module, shape: list[int], error: Exception) -> PlanError:
+    return PlanError(f"{type(module).__name__} cannot be trained with an input of {shape} ({error}): check input_shape")

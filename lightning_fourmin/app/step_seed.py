@@ -1,0 +1,23 @@
+"""What is random in a step, dropout above all, follows from seed, rank, epoch and batch.
+
+So ranks drop different units, and a run that goes on from a checkpoint drops those that it would have dropped anyway.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+
+class StepSeed(Callback):
+    """Seeds torch before each training step; what Lightning's strategies seed is the same on all ranks."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        place = [self._seed, trainer.global_rank, trainer.current_epoch, batch_idx]
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
