@@ -1,8 +1,9 @@
 PYTHON ?= python3.11
 PACKAGES ?= newest
 BIN := .venv/bin
-# Several processes share the cores: with more threads each they would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Several processes share the cores: with more threads each they would wait for each other. Hundreds are started, which
+# would compile the package anew where no bytecode may be written.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 INSTALL := $(BIN)/pip install --disable-pip-version-check -c constraints.txt -e

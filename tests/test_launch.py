@@ -53,7 +53,7 @@ def fail_at_length(config: dict[str, Any]) -> None:
 
 def test_a_long_error_ends_the_run() -> None:
     with pytest.raises(RankError, match="more than a pipe holds: x") as error:
-        run_ranks(fail_at_length, {}, 2)
+        run_ranks(fail_at_length, {}, 1)
     assert error.value.details.endswith("xxx\n")
 
 

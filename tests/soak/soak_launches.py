@@ -35,6 +35,18 @@ def test_torchrun_goes_on_on_two_nodes_that_count_restarts_differently(tmp_path:
         assert re.findall(r"checksum (\w+)", "".join(run.output for run in runs)) == [undisturbed]
 
 
+def test_sigterm_to_all_processes_saves_before_they_end(tmp_path: Path) -> None:
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    for folder in (whole, ended):
+        folder.mkdir()
+    with running([restart.SCRIPT, "2", str(ended), "0:7:SIGTERM:0:group"], ended) as run:
+        assert run.process.wait(120) == 143, run.output
+        assert run.left() == []
+        assert re.search(r"asked to end by SIGTERM: saved .*last.ckpt after step 8", run.output), run.output
+    undisturbed = restart.checksum([restart.SCRIPT, "2", str(whole)], whole)
+    assert restart.checksum([restart.SCRIPT, "2", str(ended)], ended) == undisturbed
+
+
 def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
     length = "trainer.max_epochs=12 trainer.limit_train_batches=3 trainer.limit_val_batches=1"
     options = f"trainer=torchrun trainer.accelerator=cpu {length} trainer.log_every_n_steps=1 data.num_workers=0"
