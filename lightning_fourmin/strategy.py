@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
+from lightning_fourmin.comm.agree import gathered
 from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.choice import choose_cuts, choose_table
 from lightning_fourmin.comm.engine import Engine, all_reduce_hook
@@ -96,9 +97,7 @@ class FourMinStrategy(ResilientDDPStrategy):
     def topology(self) -> Topology:
         """Who is where, gathered from all ranks on first use: a collective call. A tuned table may use other groups."""
         if self._topology is None:
-            nodes = [0] * dist.get_world_size()
-            dist.all_gather_object(nodes, self.node_rank)
-            self._topology = Topology.build(nodes, self._options.group_size)
+            self._topology = Topology.build(gathered(self.node_rank), self._options.group_size)
         return self._topology
 
     @property

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fourmin.comm.advice import sentence_for
+from lightning_fourmin.comm.agree import agreed
 from lightning_fourmin.comm.fit import fit_transfer
 from lightning_fourmin.comm.fusion import FusionPlan
 from lightning_fourmin.comm.groups import ProcessGroups
@@ -18,7 +19,7 @@ from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, 
 from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trial import StepTrial, ways_to_send
-from lightning_fourmin.comm.tuner import Progress, agreed
+from lightning_fourmin.comm.tuner import Progress
 from lightning_fourmin.predict.profile import Profile, measure_profile, sum_of
 from lightning_fourmin.report.words import plural
 

@@ -20,6 +20,7 @@ from lightning_fourmin.app.net_tuner import NetTuner
 from lightning_fourmin.app.own_module import named_model, no_input_shape, own_module, unfit_input
 from lightning_fourmin.app.verb import give_up, run
 from lightning_fourmin.comm.advice import sentence_without_model
+from lightning_fourmin.comm.agree import gathered
 from lightning_fourmin.comm.curves import draw
 from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.groups import ProcessGroups
@@ -123,9 +124,7 @@ def tune(
 
     `net` is measured on random inputs; None: that of the options, if there is one.
     """
-    nodes = [0] * dist.get_world_size()
-    dist.all_gather_object(nodes, node_rank)
-    topology = Topology.build(nodes, options.group_size)
+    topology = Topology.build(gathered(node_rank), options.group_size)
     groups = ProcessGroups.shared(TIMEOUT)
     with _progress("measuring all-reduce", options.budget_s) as progress:
         table = measure_table(

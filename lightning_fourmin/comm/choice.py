@@ -13,11 +13,12 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_fourmin.comm.agree import agreed
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.merge import Cuts, cuts_path, read_cuts
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.tuner import agreed, measure_table
+from lightning_fourmin.comm.tuner import measure_table
 
 AUTO_BUDGET_S = 5.0
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from lightning_fourmin.comm.agree import gathered
 from lightning_fourmin.comm.members import Members
 
 Key = tuple[str, tuple[int, ...]]
@@ -34,9 +35,8 @@ class ProcessGroups:
         reusable = (
             cached is not None and cached._world is dist.group.WORLD and cached.timeout == timeout and cached.clean
         )
-        states: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(states, reusable)
-        if cached is None or not all(states):
+        all_reusable = all(gathered(reusable))
+        if cached is None or not all_reusable:
             same_world = cached is not None and cached._world is dist.group.WORLD
             cached = cls._cached = cls(timeout, cached.number + 1 if cached is not None and same_world else 0)
         return cached

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_fourmin.comm.agree import gathered
 from lightning_fourmin.comm.bells import LostRankError
 from lightning_fourmin.comm.store import own_store
 
@@ -42,10 +43,8 @@ class RollCall:
         self._when_known = when_known
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._store = own_store("roll_call")
-        numbers = [0] * self._num_ranks
-        dist.all_gather_object(numbers, self._store.add(f"made/{self._rank}", 1))
         # Ranks that did not fail together have made different numbers of these.
-        self._number = max(numbers)
+        self._number = max(gathered(self._store.add(f"made/{self._rank}", 1)))
         self._verdict: str | None = None
         self._closed = self._store_is_silent = False
         self._thread = threading.Thread(target=self._attend, name="fourmin-roll-call", daemon=True)

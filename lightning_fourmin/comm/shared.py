@@ -10,19 +10,17 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fourmin.comm.agree import gathered
 from lightning_fourmin.comm.bells import Bells
 from lightning_fourmin.comm.members import Members
 from lightning_fourmin.files import file_in_memory
 
 ALIGNMENT = 64
 TOKEN_BYTES = 16
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,14 @@ class SharedArena:
                 path = f"/proc/{os.getpid()}/fd/{descriptor}"
                 os.ftruncate(descriptor, 2 * num_bytes)  # takes memory only where it is written
                 os.pwrite(descriptor, token, 0)
-            offers = _gathered((path, token, inward.paths, outward.paths), members)
+            offers = gathered((path, token, inward.paths, outward.paths), members.group)
             try:
                 areas = _mapped([offer[:2] for offer in offers], 2 * num_bytes)
                 inward.open([offer[2] for offer in offers])
                 outward.open([offer[3] for offer in offers])
             except (OSError, RuntimeError):
                 areas = []
-            mapped = _gathered(bool(areas), members)
+            mapped = gathered(bool(areas), members.group)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -126,12 +124,6 @@ def _mapped(files: list[tuple[str, bytes]], num_bytes: int) -> list[Tensor]:
                 raise FileNotFoundError(path)
         areas.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
     return areas
-
-
-def _gathered(mine: T, members: Members) -> list[T]:
-    everyones = [mine] * len(members.ranks)
-    dist.all_gather_object(everyones, mine, group=members.group)
-    return everyones
 
 
 def _aligned(num_bytes: int) -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from lightning_fourmin.comm.store import ANSWER_S, own_store
+from lightning_fourmin.comm.store import STORE_ANSWER_S, own_store
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class _Board:
 
         thread = threading.Thread(target=ask, name="fourmin-stall-board", daemon=True)
         thread.start()
-        thread.join(2 * ANSWER_S)
+        thread.join(2 * STORE_ANSWER_S)
         if not found:
             return None
         texts = [text.decode() for text in found[0]]

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fourmin.comm.agree import agreed
 from lightning_fourmin.comm.engine import Engine, all_reduce_hook
 from lightning_fourmin.comm.fusion import FusionPlan, wire_bytes
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.tuner import Progress, agreed, timed_ms
+from lightning_fourmin.comm.tuner import Progress, timed_ms
 
 NUM_WARMUP, NUM_TIMED = 2, 3
 """Steps: DDP cuts its buckets anew after the first one."""

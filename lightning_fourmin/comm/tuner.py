@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_fourmin.comm.agree import agreed
 from lightning_fourmin.comm.algorithms import usable_algorithms
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.fit import fit_links
@@ -37,7 +38,6 @@ CLEARLY = 0.8
 all-reduce alone, they took more of a step, where cores are busy."""
 
 K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 Way = Callable[[torch.Tensor], object]
 Progress = Callable[[float], object]
 """Told the share of the budget that is spent."""
@@ -64,13 +64,6 @@ def through(engine: Engine) -> Way:
         engine.raise_error()
 
     return way
-
-
-def agreed(value: V) -> V:
-    """Rank 0's value, on all ranks."""
-    found = [value]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
 
 
 def measure_table(
