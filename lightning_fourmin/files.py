@@ -8,8 +8,11 @@ def write_whole(path: Path, text: str) -> None:
     """Writes beside the target and renames, so that a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def file_in_memory(name: str) -> int | None:

@@ -10,9 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 """Subclasses count: a layer is known by its type, whatever its `forward` does."""
-_MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm)}
+_MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm)}
 """These call kernels that read 16-bit activations and compute in FP32. On a GPU that saves memory traffic; on a CPU the
-kernels are slower than two casts."""
+kernels are slower than two casts. Autocast itself casts the inputs of the others."""
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -27,8 +27,8 @@ SHORT = {
 NET = """
 from torch import nn
 
-def Net():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+def Net(width=8):
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
 """
 
 
