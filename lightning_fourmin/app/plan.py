@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fourmin.app.own_module import named_model, no_input_shape, own_module, unfit_input
+from lightning_fourmin.app.net import named_model, no_input_shape, own_module, unfit_input
 from lightning_fourmin.app.verb import run
 from lightning_fourmin.models import build_model
 from lightning_fourmin.options import WIRE_DTYPES

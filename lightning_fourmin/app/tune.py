@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.launch import RankError, run_ranks
+from lightning_fourmin.app.net import named_model, no_input_shape, own_module, unfit_input
 from lightning_fourmin.app.net_tuner import NetTuner
-from lightning_fourmin.app.own_module import named_model, no_input_shape, own_module, unfit_input
 from lightning_fourmin.app.verb import give_up, run
 from lightning_fourmin.comm.advice import sentence_without_model
 from lightning_fourmin.comm.agree import gathered
