@@ -71,8 +71,8 @@ BASELINES = {"alexnet": ("alexnet_baseline", "alexnet_baseline_recipe"), "resnet
 
 
 def usual_std(rows: Mapping[str, Row]) -> float:
-    """What stands in for the spread of a row with one seed: the median of those that have several."""
-    return statistics.median([row.std for row in rows.values() if row.std is not None] or [0.0])
+    """What stands in for the spread of a row with one seed: the median of those that have several, NaN if none has."""
+    return statistics.median([row.std for row in rows.values() if row.std is not None] or [math.nan])
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Comparison:
 
     difference: float
     spread: float
-    """Standard deviation of the difference of two runs."""
+    """Standard deviation of the difference of two runs; NaN as long as no row has several seeds."""
 
     @classmethod
     def of(cls, before: str, after: str, rows: Mapping[str, Row]) -> "Comparison":
@@ -91,9 +91,11 @@ class Comparison:
         return cls(second.mean - first.mean, math.hypot(*stds))
 
     def __str__(self) -> str:
-        return f"{self.difference:+.1f} (spread {self.spread:.1f})"
+        return f"{self.difference:+.1f}" + ("" if math.isnan(self.spread) else f" (spread {self.spread:.1f})")
 
     def verdict(self, direction: Direction) -> str:
+        if math.isnan(self.spread):
+            return "not judged: one seed"
         if direction == "not lower":
             return "shows" if self.difference >= -self.spread else "DOES NOT SHOW: lower"
         signed = self.difference if direction == "higher" else -self.difference
@@ -139,18 +141,18 @@ def goals(rows: Mapping[str, Row]) -> list[str]:
             continue
         best = max(there, key=lambda name: rows[name].mean)
         to_best = Comparison.of(best, full, rows)
-        limit = max(to_best.spread, GOAL_POINTS)
+        limit = GOAL_POINTS if math.isnan(to_best.spread) else max(to_best.spread, GOAL_POINTS)
         lines.append(
             f"- {MODELS[model]}: the full recipe at the large batch is {to_best.difference:+.2f} points from the best "
             f"small-batch row ({ROWS[best][0]}); {'meets' if to_best.difference >= -limit else 'MISSES'} the goal of "
             f"at most {limit:.2f} below ({GOAL_POINTS:g}, or the spread)."
         )
         to_fp32 = Comparison.of(fp32, full, rows)
-        lines.append(
-            f"- {MODELS[model]}: FP16 is {to_fp32.difference:+.2f} points from FP32; "
-            f"{'meets' if to_fp32.difference >= -to_fp32.spread else 'MISSES'} the goal of no worse within the spread "
-            f"of {to_fp32.spread:.2f}."
-        )
+        outcome = "meets" if to_fp32.difference >= -to_fp32.spread else "MISSES"
+        outcome += f" the goal of no worse within the spread of {to_fp32.spread:.2f}"
+        if math.isnan(to_fp32.spread):
+            outcome = "one seed does not tell whether that is within the spread"
+        lines.append(f"- {MODELS[model]}: FP16 is {to_fp32.difference:+.2f} points from FP32; {outcome}.")
     return lines
 
 

@@ -55,7 +55,8 @@ def accuracy() -> str:
         line = [title]
         for one in MODELS:
             row = f"{one}_{change}"
-            line += [str(rows[row]), ROWS[row][1]] if row in rows else ["-", "-"]
+            # Where the paper's figures come from is told on the page of the results.
+            line += [str(rows[row]), ROWS[row][1].partition(" [")[0]] if row in rows else ["-", "-"]
         lines.append(line)
     return table(["change", *(head for title in MODELS.values() for head in (title, "paper"))], lines)
 

@@ -1,5 +1,6 @@
 """The large-batch table of the benchmarks: rows differ in what they say, runs become small files, files a table."""
 
+import math
 import re
 import shlex
 from copy import deepcopy
@@ -161,4 +162,5 @@ def test_verdicts() -> None:
     assert Comparison(-0.3, 0.2).verdict("lower") == "shows"
     assert Comparison(-0.1, 0.2).verdict("not lower") == "shows"
     assert Comparison(-0.3, 0.2).verdict("not lower") == "DOES NOT SHOW: lower"
+    assert Comparison(-0.3, math.nan).verdict("not lower") == "not judged: one seed"
     assert set(BASELINES) == set(MODELS)
