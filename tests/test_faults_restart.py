@@ -70,10 +70,14 @@ def test_checkpoints_of_others_are_left_alone(tmp_path: Path) -> None:
     assert newest_of_job(store) == last
 
 
-def test_ranks_of_a_script_end_when_rank_0_is_killed(tmp_path: Path) -> None:
-    with running([SCRIPT, "2", str(tmp_path), "0:5:SIGKILL:5"], tmp_path) as run:
-        run.wait_until((tmp_path / "0:5:SIGKILL:5.done").exists)
+def check_end_when_killed(folder: Path, victim: int) -> None:
+    with running([SCRIPT, "2", str(folder), f"{victim}:5:SIGKILL:5"], folder) as run:
+        run.wait_until((folder / f"{victim}:5:SIGKILL:5.done").exists)
         run.process.wait(15)
         assert run.left() == []
-        assert re.search(r"^(\[rank\d\]: )?[\w.]+: rank 0 is gone", run.output, re.MULTILINE), run.output
+        assert re.search(rf"^(\[rank\d\]: )?[\w.]+: rank {victim} is gone", run.output, re.MULTILINE), run.output
         assert run.process.returncode != 0
+
+
+def test_ranks_of_a_script_end_when_rank_0_is_killed(tmp_path: Path) -> None:
+    check_end_when_killed(tmp_path, 0)

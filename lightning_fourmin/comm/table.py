@@ -194,7 +194,8 @@ class AllReduceTable:
             raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
         head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
         try:
-            if int(head.get("chunk_bytes", CHUNK_BYTES)) < 1:
+            chunk_bytes = int(head.get("chunk_bytes", CHUNK_BYTES))
+            if chunk_bytes < 1:
                 raise ValueError("chunk_bytes must be at least 1")
             rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
             table = cls(
@@ -203,7 +204,7 @@ class AllReduceTable:
                 head["source"],
                 _checked(rows),
                 group_size=int(head["group_size"]) if "group_size" in head else None,
-                chunk_bytes=int(head.get("chunk_bytes", CHUNK_BYTES)),
+                chunk_bytes=chunk_bytes,
                 made=head.get("made", ""),
                 fit=head.get("fit", ""),
             )

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_fourmin.comm.agree import agreed
 from lightning_fourmin.comm.store import own_store
 from lightning_fourmin.files import write_whole
 
@@ -87,9 +88,7 @@ class Trace:
 
         The quickest ping counts: half of its round trip bounds the error. Clocks that drift apart later are not seen.
         """
-        tokens = [uuid.uuid4().hex]
-        dist.broadcast_object_list(tokens, src=0)
-        self._store = own_store(f"trace{tokens[0]}")  # spans of an earlier run may come late
+        self._store = own_store(f"trace{agreed(uuid.uuid4().hex)}")  # spans of an earlier run may come late
         clock = torch.zeros(1, dtype=torch.int64, device=device)
         for rank in range(1, self._num_ranks):
             if self._rank not in (0, rank):

@@ -47,6 +47,10 @@ def test_sigterm_to_all_processes_saves_before_they_end(tmp_path: Path) -> None:
     assert restart.checksum([restart.SCRIPT, "2", str(ended)], ended) == undisturbed
 
 
+def test_ranks_of_a_script_end_when_rank_1_is_killed(tmp_path: Path) -> None:
+    restart.check_end_when_killed(tmp_path, 1)
+
+
 def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
     length = "trainer.max_epochs=12 trainer.limit_train_batches=3 trainer.limit_val_batches=1"
     options = f"trainer=torchrun trainer.accelerator=cpu {length} trainer.log_every_n_steps=1 data.num_workers=0"
