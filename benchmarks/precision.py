@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fourmin as fm
+from lightning_fourmin.comm.fusion import wire_bytes
 
 NETS: dict[str, tuple[type[nn.Module], int, int]] = {
     "alexnet_bn": (SmallAlexNetBN, 64, 64),
@@ -90,8 +91,8 @@ class Bytes(L.Callback):
         self._keep("parameters", list(module.parameters()))
         if isinstance(trainer.strategy, fm.FourMinStrategy):
             assert trainer.strategy.model is not None
-            wire_bytes = trainer.strategy._wire_bytes_a_step(trainer.strategy.model)
-            self.found["on the wire"] = wire_bytes / self.num_parameters
+            bytes_a_step = wire_bytes(trainer.strategy.model, trainer.strategy.wire_dtype)
+            self.found["on the wire"] = bytes_a_step / self.num_parameters
         step = module.training_step
 
         def watched(*args: Any) -> Any:

@@ -17,7 +17,7 @@ from step_rank import VARIANTS, fit_once
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.app.tune import TIMEOUT, TuneOptions, tune
 from lightning_fourmin.comm.agree import agreed
-from lightning_fourmin.comm.merge import cuts_path, read_cuts
+from lightning_fourmin.comm.cuts import cuts_path, read_cuts
 from lightning_fourmin.comm.table import readable
 
 THRESHOLDS_MB = (0.5, 1, 4, 16)

@@ -18,7 +18,6 @@ from matplotlib.patches import Patch
 
 from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes, results
 from lightning_fourmin.comm.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
-from lightning_fourmin.comm.curves import switch_points
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.table import SIZES, AllReduceTable, default_fusion_mb, readable
 from lightning_fourmin.comm.topology import Topology
@@ -153,7 +152,7 @@ def allreduce() -> tuple[Figure, str]:
             axes.plot(SIZES, times_ms, color=COLORS[algorithm], label=algorithm)
             chosen = [(size, ms) for size, ms in zip(SIZES, times_ms, strict=True) if table.choose(size) == algorithm]
             axes.plot(*zip(*chosen, strict=True), "o", ms=6, mew=0, color=COLORS[algorithm]) if chosen else None
-        for size, below, above in switch_points(table):
+        for size, below, above in table.switch_points():
             axes.axvline(size, color=MUTED, linestyle=":", linewidth=1)
             text = f"{readable(size)}: {below} to {above} "
             axes.annotate(text, (size, 0.98), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=9)

@@ -23,6 +23,10 @@ class CheckpointError(Exception):
     """A checkpoint that could not be saved or is not one; the text says which and what to do."""
 
 
+class ObjectsError(CheckpointError):
+    """A checkpoint with objects whose loading could run code."""
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Saves so that a kill, a full disk or a power cut leaves the checkpoints before it as they were.
 
@@ -66,9 +70,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             found = re.search(r"GLOBAL (\S+)", str(error))
             if found is None:
                 raise refusal from error
-            raise CheckpointError(
+            raise ObjectsError(
                 f"{path} holds a {found[1]}, and loading that could run code: if you trust the file, pass "
-                "weights_only=False to the Trainer's method"
+                "weights_only=False to the Trainer's method (weights_only=false to `fourmin train`)"
             ) from None
 
 
@@ -78,7 +82,8 @@ def check_checkpoint(path: Path) -> None:
     def without_values(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         return torch.UntypedStorage(storage.nbytes(), device="meta")
 
-    refuse_foreign(AtomicCheckpointIO().load_checkpoint(path, without_values), path)
+    with suppress(ObjectsError):  # it is whole; whether it may be loaded is said when it is
+        refuse_foreign(AtomicCheckpointIO().load_checkpoint(path, without_values), path)
 
 
 def refuse_foreign(checkpoint: Any, path: str | Path) -> None:

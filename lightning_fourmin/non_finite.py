@@ -20,7 +20,8 @@ def all_finite(gradients: list[Tensor]) -> bool:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 @dataclass(frozen=True)

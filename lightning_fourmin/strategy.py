@@ -59,7 +59,8 @@ class FourMinStrategy(ResilientDDPStrategy):
         stall_warning_s: seconds; when a phase waits longer, every rank that waits says which ranks have not arrived
             (on CUDA that is left to the watchdog of NCCL).
         trace: record spans; rank 0 writes those of all ranks (the last million, at most 50,000 of each) as
-            `fourmin_trace.json` below the Trainer's `default_root_dir`, for Perfetto or chrome://tracing.
+            `fourmin_trace.json` below the Trainer's `default_root_dir`, for Perfetto or chrome://tracing. On CUDA
+            spans tell when the host launched something, not how long the device took.
         **kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
     """
 
@@ -216,8 +217,15 @@ class FourMinStrategy(ResilientDDPStrategy):
 
     def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
         options = self._options
-        any_groups = options.group_size is None
-        table = choose_table(options.table, self.topology, groups, self.root_device, largest_bytes, any_groups)
+        table = choose_table(
+            options.table,
+            self.topology,
+            groups,
+            self.root_device,
+            largest_bytes,
+            self.wire_dtype,
+            any_groups=options.group_size is None,
+        )
         if options.switch_mb is not None:
             return table.with_switch(int(options.switch_mb * MIB))
         if options.algorithm != "hybrid":

@@ -19,6 +19,8 @@ def bells() -> Iterator[list[Bells]]:
     """Of three members; their pipes are real, only their processes are one."""
     everyones = [Bells(Members(NO_GROUP, RANKS, place), timeout_s=0.2) for place in range(3)]
     for mine in everyones:
+        mine.make()
+    for mine in everyones:
         mine.open([other.paths for other in everyones])
     for mine in everyones:
         mine.keep_own_ends()
@@ -78,6 +80,7 @@ def open_pipes() -> int:
 def test_no_pipe_stays_open() -> None:
     before = open_pipes()
     alone = Bells(Members(NO_GROUP, RANKS, 0), timeout_s=1.0)
+    alone.make()
     assert open_pipes() == before + 4
     alone.close()
     assert open_pipes() == before

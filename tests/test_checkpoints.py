@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -221,7 +223,7 @@ def test_the_users_own_way_to_save_wins() -> None:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("numbers")
-    write_numbers(folder, (17, 1, 12))
+    write_numbers(folder, (17, 1, 14))
     return str(folder)
 
 
@@ -304,6 +306,30 @@ def test_sigterm_before_the_end_of_an_epoch_or_of_the_run(
     assert AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == num_steps
     resumed = ranks.run(train, path, [], resume=tmp_path / "last.ckpt", world=2)
     assert numbers([*answers, *resumed]) == numbers(ranks.run(train, path, [], world=2))
+
+
+def questions_before_batches(path: str, callbacks: list[Callback]) -> int:
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda loop: asked.append(loop))
+        train(path, callbacks)
+    return len(asked)
+
+
+def test_lightnings_broadcast_before_every_batch_is_spared(ranks: RankPool, path: str) -> None:
+    assert ranks.run(questions_before_batches, path, [], world=2) == [16] * 2
+    assert ranks.run(questions_before_batches, path, [PreemptionCheckpoint()], world=2) == [0] * 2
+
+
+def save_at_address(path: str) -> list[str]:
+    train(path, [AsksOneRank(1), AtEveryStep("memory://bucket/run")])
+    return sorted(str(name) for name in get_filesystem("memory://").find("/bucket"))
+
+
+def test_an_address_to_save_at_stays_one(ranks: RankPool, path: str) -> None:
+    first, _ = ranks.run(save_at_address, path, world=2)
+    assert first == ["/bucket/run/last.ckpt"]
+    assert not Path("memory:").exists()
 
 
 def test_sigterm_before_the_first_step(ranks: RankPool, path: str, tmp_path: Path) -> None:

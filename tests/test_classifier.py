@@ -135,6 +135,28 @@ def test_resumed_rates_go_on(tmp_path: Path, num_steps: int) -> None:
     assert torch.load(path, weights_only=True)["lr_schedulers"][0]["last_epoch"] == num_steps
 
 
+def test_a_resumed_run_has_the_options_that_it_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    fit(classifier(), callbacks=[SaveAfter(path, 6)], max_epochs=1)
+    module = classifier(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), weight_decay=0.01)
+    rates = fit(module, path)
+    plan = PolySchedule(warmup_steps=3).plan(0.1 * 4 / 8, None, 6, 12)
+    assert rates == pytest.approx([plan.lr(step) for step in range(6, 12)])
+    optimizer = module.trainer.optimizers[0]
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0]
+    assert all(len(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"])
+
+
+def test_a_loss_that_is_not_finite_is_not_left_out() -> None:
+    module = classifier()
+    pixels, labels = images(NUM_VAL).tensors
+    pixels[-1] = math.nan
+    training = trainer()
+    training.validate(module, DataLoader(TensorDataset(pixels, labels), 5), verbose=False)
+    assert math.isnan(training.callback_metrics["val/loss"].item())
+
+
 def test_a_checkpoint_makes_the_same_net(tmp_path: Path) -> None:
     module = fm.ImageClassifier("alexnet_bn_small", NUM_CLASSES, model_options={"image_size": 8, "bn5": False})
     training = trainer(max_epochs=1)

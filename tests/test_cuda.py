@@ -25,9 +25,12 @@ def nccl_rank(rank: int, port: int) -> None:
     timeout = timedelta(seconds=60)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl", init_method=address, rank=rank, world_size=2, timeout=timeout, device_id=device)
-    for nodes, algorithm in [([0, 0], "ring"), ([0, 0], "torus"), ([0, 0], "hierarchical"), ([0, 1], "hierarchical")]:
+    ways = [([0, 0], "ring"), ([0, 0], "torus"), ([0, 0], "hierarchical"), ([0, 1], "hierarchical"), ([0, 0], "hybrid")]
+    for nodes, algorithm in ways:
         topology = Topology.build(nodes)
-        table = AllReduceTable.from_cost_model(topology, "nccl").only(algorithm)
+        table = AllReduceTable.from_cost_model(topology, "nccl")
+        # Buckets of 4 and 28 bytes are hierarchical, the large one is a ring.
+        table = table.with_switch(100) if algorithm == "hybrid" else table.only(algorithm)
         for wire_dtype in (None, torch.float16):
             engine = Engine(topology, table, ProcessGroups.shared(timeout), device, wire_dtype)
             meter = engine.meter = Meter(device)

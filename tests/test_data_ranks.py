@@ -1,11 +1,13 @@
 """ShardDataModule on real ranks: exactly once, exact evaluation, resume on another number of ranks, errors on all."""
 
+import csv
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from counting import Counting, SaveAt, numbers_module
 from lightning_fourmin.data.sample import ShardError
@@ -101,6 +103,23 @@ def test_training_on_damaged_samples_stays_even(ranks: RankPool, tmp_path: Path)
     answers = ranks.run(train, "fourmin", str(tmp_path), 5, on_error="skip", world=2)
     assert [[len(batch) for _, batch in seen] for seen in answers] == [[5] * 6] * 2
     assert set(numbers(answers, epoch=0)) == set(range(NUM_SAMPLES)) - {0, 7, 8, 29}
+
+
+def skipped_in_training(path: str, folder: str) -> list[float]:
+    logger = CSVLogger(folder)
+    trainer = rank_trainer("fourmin", max_epochs=1, limit_val_batches=0, logger=logger, log_every_n_steps=3)
+    trainer.fit(Counting(), numbers_module(path, 5, on_error="skip"))
+    if trainer.global_rank:
+        return []
+    logger.save()
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        return [float(row["data_skipped"]) for row in csv.DictReader(file) if row["data_skipped"]]
+
+
+def test_skipped_samples_of_all_ranks_are_logged(ranks: RankPool, tmp_path: Path) -> None:
+    write_numbers(tmp_path, SHARD_SIZES, damaged=(0, 7, 8, 29))
+    first, _ = ranks.run(skipped_in_training, str(tmp_path), str(tmp_path / "logs"), world=2)
+    assert first == [4.0]
 
 
 def evaluate_error(path: str) -> str:

@@ -275,7 +275,7 @@ def test_digits_are_written_once() -> None:
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
     data = ShardDataModule("digits", 32)
     assert data.num_classes == 10
-    assert data.steps_per_epoch == 1437 // 32
+    assert data.batches_per_epoch == 1437 // 32
     assert not list(folder.parent.glob(".digits-*"))
 
 
@@ -283,7 +283,7 @@ def test_digits_need_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(
-        ShardError, match=r"scikit-learn, which is not installed .*: pip install 'lightning-fourmin\[demo"
+        ShardError, match=r"scikit-learn, which is not installed .*: pip install scikit-learn, or train"
     ):
         digits_folder()
     assert not list((tmp_path / "lightning_fourmin").iterdir())
@@ -315,7 +315,7 @@ def test_workers_end_with_the_run(path: str) -> None:
 
 def test_outside_a_trainer(path: str) -> None:
     data = numbers_module(path, BATCH_SIZE)
-    assert len(list(data.train_dataloader())) == len(data.train_dataloader()) == data.steps_per_epoch == NUM_BATCHES
+    assert len(list(data.train_dataloader())) == len(data.train_dataloader()) == data.batches_per_epoch == NUM_BATCHES
     assert sorted(n for batch in data.val_dataloader() for n in batch.tolist()) == list(range(NUM_SAMPLES))
 
 

@@ -1,15 +1,20 @@
 """The examples, run as their readers run them."""
 
+import io
 import os
+import pickle
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from PIL import Image
 
 from lightning_fourmin.report.run_files import RunRecord
 from test_launchers import free_port, running
@@ -37,6 +42,38 @@ def test_plug_in(tmp_path: Path) -> None:
     output = output_of(EXAMPLES / "plug_in.py", tmp_path)
     (accuracy,) = re.findall(r"validation accuracy ([\d.]+)% with 2 ranks", output)
     assert float(accuracy) > 90
+
+
+def test_cifar10_folders(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 32, 32), dtype=np.uint8)
+    one_each = [{"data": pixels[number : number + 1].reshape(1, -1), "labels": [number % 2]} for number in range(6)]
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    contents = dict(zip(names, one_each, strict=True)) | {"batches.meta": {"label_names": ["cat", "dog"]}}
+    with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz") as archive:
+        for name, content in contents.items():
+            member, data = tarfile.TarInfo(f"cifar-10-batches-py/{name}"), pickle.dumps(content)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    output_of(EXAMPLES / "cifar10_folders.py", tmp_path, "cifar.tar.gz", "out")
+    files = {str(path.relative_to(tmp_path / "out")): path for path in (tmp_path / "out").rglob("*.png")}
+    cats, dogs = ([f"train/{name}/{number:04d}.png" for number in range(3)] for name in ("cat", "dog"))
+    in_order = [cats[0], dogs[0], cats[1], dogs[1], cats[2], "test/dog/0000.png"]
+    assert files.keys() == set(in_order)
+    for name, image in zip(in_order, pixels, strict=True):
+        assert np.array_equal(np.asarray(Image.open(files[name])), image.transpose(1, 2, 0))
+
+
+def test_cifar10_folders_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("no archive")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "cifar10_folders.py", "x", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "x is not CIFAR-10's archive for Python, or cannot be read" in done.stderr
 
 
 def test_own_hydra_app_composes_our_groups() -> None:

@@ -25,6 +25,11 @@ def test_sparse_gradients_are_looked_at_as_well() -> None:
     assert not all_finite([torch.ones(2), sparse * float("inf")])
 
 
+def test_complex_gradients_are_looked_at_as_well() -> None:
+    assert all_finite([torch.ones(2, dtype=torch.complex64), torch.ones(2)])
+    assert not all_finite([torch.tensor([1.0, complex(0.0, float("nan"))])])
+
+
 class BadInput(Net):
     """One pixel of one rank's batch is not finite."""
 

@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
 from torch.distributed import HashStore
 
-from lightning_fourmin.app.restart import newest_of_job, remember
+from lightning_fourmin.app.restart import _to_go_on_from, newest_of_job, remember
 from lightning_fourmin.checkpoints import AtomicCheckpointIO
 from test_launchers import TESTS, running
 
@@ -68,6 +69,19 @@ def test_checkpoints_of_others_are_left_alone(tmp_path: Path) -> None:
     AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, last)
     remember(store, tmp_path)
     assert newest_of_job(store) == last
+
+
+def test_a_job_whose_checkpoints_are_all_damaged_begins_afresh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, last = HashStore(), tmp_path / "checkpoints" / "last.ckpt"
+    remember(store, tmp_path)
+    last.parent.mkdir()
+    last.write_text("cut short")
+    assert _to_go_on_from(store) == ""
+    said = capsys.readouterr().err
+    assert "last.ckpt is not a whole checkpoint" in said
+    assert "torchrun has started this job again: there is nothing to go on from, it begins afresh" in said
 
 
 def check_end_when_killed(folder: Path, victim: int) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm.cost import Link
+from lightning_fourmin.comm.cuts import Cuts, cuts_path, read_cuts, write_cuts
 from lightning_fourmin.comm.fusion import FusionPlan
-from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, read_cuts, write_cuts
+from lightning_fourmin.comm.merge import ReadyGradient, merge
 from lightning_fourmin.comm.table import cached_table_path
 from pool import RankPool
 from training import Regression, data, rank_trainer

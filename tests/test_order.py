@@ -106,6 +106,18 @@ def test_training_is_even_and_exactly_once(num_samples: int, deal: Deal, remaind
         assert seen == Counter(n % num_samples for n in range(num_batches * deal.global_batch))
 
 
+@given(st.integers(0, 70), DEALS, st.sampled_from(["drop", "wrap"]), st.integers(1, 5))
+def test_an_epoch_has_whole_steps(num_samples: int, deal: Deal, remainder: Remainder, num_accumulated: int) -> None:
+    epoch = deal.epoch(num_samples, remainder, num_accumulated)
+    step = deal.global_batch * num_accumulated
+    if num_samples < step:
+        assert epoch == deal.epoch(num_samples, remainder)
+        return
+    seen = Counter(positions(epoch))
+    num_steps = num_samples // step if remainder == "drop" else -(-num_samples // step)
+    assert seen == Counter(n % num_samples for n in range(num_steps * step))
+
+
 @given(st.integers(1, 70), DEALS)
 def test_each_worker_reads_one_piece_of_a_whole_line(num_samples: int, deal: Deal) -> None:
     epoch = deal.epoch(num_samples, "drop")

@@ -289,6 +289,26 @@ def test_unfinished_shards_of_other_options_are_written_again(images: Path, tmp_
     assert packed(images, tmp_path / "out") == packed(images, tmp_path / "other")
 
 
+def test_an_entry_that_a_power_cut_left_empty_is_written_again(images: Path, tmp_path: Path) -> None:
+    expected = packed(images, tmp_path / "other")
+    bad = images / "cat" / "bad.jpg"
+    bad.write_bytes(b"\xff\xd8 damaged")
+    try:
+        with pytest.raises(ShardError):
+            packed(images, tmp_path / "out", shard_count=2)
+        entries = list((tmp_path / "out" / ".pack-train").glob("*.json"))
+        for entry in entries:
+            entry.write_text("")
+        with pytest.raises(ShardError, match="1 images cannot be read"):
+            packed(images, tmp_path / "out", shard_count=2)
+    finally:
+        bad.unlink()
+    assert entries
+    for shard in (tmp_path / "out").glob("*.tar"):
+        shard.unlink()
+    assert packed(images, tmp_path / "out") == expected
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

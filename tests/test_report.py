@@ -259,6 +259,20 @@ def test_curves_move_aside_and_along(tmp_path: Path) -> None:
     assert [file.read_text() for file in metrics_files(second)] == ["c", "a", "b"]
 
 
+def test_checkpoints_of_another_run_move_aside(tmp_path: Path) -> None:
+    for name in ("checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    make_room(tmp_path, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hpc_ckpt_1.ckpt"]
+    make_room(tmp_path, None)
+    assert sorted(path.name for path in (tmp_path / "checkpoints-1").iterdir()) == ["hpc_ckpt_1.ckpt", "last.ckpt"]
+    # In a job of SLURM Lightning would go on from it by itself.
+    (tmp_path / "hpc_ckpt_1.ckpt").touch()
+    make_room(tmp_path, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints-1", "checkpoints-2"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

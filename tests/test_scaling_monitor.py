@@ -5,7 +5,7 @@ import math
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_fourmin import FourMinStrategy, ScalingMonitor
 from lightning_fourmin.callbacks.scaling_monitor import ScalingSummary, _Step, summarize
 from lightning_fourmin.comm.bells import LostRankError
-from lightning_fourmin.comm.meter import BucketTimes, Communication, TakenTimes
+from lightning_fourmin.comm.meter import BucketTimes, Meter, TakenTimes
 from parity import Net, images
 from pool import RankPool
 from ranks import current_case
@@ -29,10 +29,10 @@ FIELDS = {f"fourmin/{name}" for name in ScalingSummary.__dataclass_fields__}
 WITHOUT_ENGINE = {f"fourmin/{name}" for name in ("S", "N", "T", "step_ms")}
 
 
-def communication(*buckets: tuple[int, float, float, float], waited_s: float = 0.0) -> Communication:
+def communication(*buckets: tuple[int, float, float, float], waits: tuple[tuple[float, float], ...] = ()) -> Any:
     """Of buckets given as backward pass, handed over, handed on, done."""
     times = tuple(BucketTimes(backward, 100, over, handed_on=on, done=done) for backward, over, on, done in buckets)
-    return TakenTimes(times, waited_s).communication()
+    return TakenTimes(times, waits).communication()
 
 
 def test_exposed_is_what_the_main_thread_cannot_compute() -> None:
@@ -40,7 +40,7 @@ def test_exposed_is_what_the_main_thread_cannot_compute() -> None:
     assert communication(last) == (3.0, 3.0, 100)
     # The first is done under backward, but for the half second in which the main thread starts it.
     assert communication(hidden, last) == (0.5 + 3.0, 2.0 + 3.0, 200)
-    assert communication(hidden, last, waited_s=4.0).exposed_s == 7.5
+    assert communication(hidden, last, waits=((1.0, 2.0), (20.0, 23.0))).exposed_s == 7.5
 
 
 def test_overlapping_buckets_are_busy_once() -> None:
@@ -51,9 +51,23 @@ def test_every_backward_pass_of_a_step_is_exposed() -> None:
     assert communication((1, 0.0, 0.0, 2.0), (2, 5.0, 5.0, 6.5)) == (3.5, 3.5, 200)
 
 
+def test_validation_in_the_middle_of_a_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([20.0, 50.0])
+    monkeypatch.setattr("lightning_fourmin.callbacks.scaling_monitor.time.perf_counter", lambda: next(clock))
+    monitor, nobody = ScalingMonitor(), cast(Any, None)
+    monitor._start_s = 15.0
+    monitor._meter = meter = Meter(torch.device("cpu"))
+    monitor.on_validation_start(nobody, nobody)
+    with meter.waiting():
+        pass
+    monitor.on_validation_end(nobody, nobody)
+    assert monitor._start_s == 45.0
+    assert meter.take().waits == ()
+
+
 def test_nothing_under_way_costs_nothing() -> None:
     assert communication() == (0.0, 0.0, 0)
-    unfinished = TakenTimes((BucketTimes(1, 100, 3.0),), 0.0)
+    unfinished = TakenTimes((BucketTimes(1, 100, 3.0),), ())
     assert unfinished.communication() == (0.0, 0.0, 0)
 
 

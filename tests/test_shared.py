@@ -76,6 +76,24 @@ def open_without_memory_on_rank_1(monkeypatched: bool) -> tuple[bool, bool]:
     return engine_has_arena[0], bool((mean == 0.5).all())
 
 
+def open_without_pipes_on_rank_1() -> tuple[bool, bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        if current_case().rank == 1:
+            patch.setattr("lightning_fourmin.comm.bells.os.pipe", _no_pipe)
+        with closing(make_engine("hierarchical", shared_bytes=4_000)) as engine:
+            patch.undo()
+            mean = engine.submit(torch.full((1000,), float(current_case().rank)), 0).wait()
+            return engine._arena is not None, bool((mean == 0.5).all())
+
+
+def _no_pipe() -> tuple[int, int]:
+    raise OSError(24, "Too many open files")
+
+
+def test_all_ranks_use_messages_if_one_has_no_pipes(ranks: RankPool) -> None:
+    assert ranks.run(open_without_pipes_on_rank_1, world=2) == [(False, True)] * 2
+
+
 def test_all_ranks_use_messages_if_one_cannot_map(ranks: RankPool) -> None:
     assert ranks.run(open_without_memory_on_rank_1, True, world=2) == [(False, True)] * 2
     assert ranks.run(open_without_memory_on_rank_1, False, world=2) == [(True, True)] * 2

@@ -268,7 +268,22 @@ def test_only_torus_on_unequal_groups() -> None:
 
 
 def test_summary_says_up_to_which_size() -> None:
-    assert crossing_table().summary() == "hierarchical up to 64 KiB, torus up to 1 MiB, ring above"
+    table = crossing_table()
+    assert table.summary() == "hierarchical up to 256 KiB, torus up to 1.636 MiB, ring above"
+    for size, below, above in table.switch_points():
+        assert (table.choose(size - 1), table.choose(size)) == (below, above)
+
+
+def test_two_switches_between_two_rows() -> None:
+    rows = (
+        Row(100, {"ring": 9.0, "hierarchical": 3.0, "torus": 1.0}),
+        Row(1000, {"ring": 5.0, "hierarchical": 1.0, "torus": 2.0}),
+        Row(9000, {"ring": 6.0, "hierarchical": 17.0, "torus": 8.0}),
+    )
+    sizes, below, above = zip(*replace(crossing_table(), rows=rows).switch_points(), strict=True)
+    # 1 + 2k = 2 + 0.75k at k = 0.8, 2 + 0.75k = 5 + 0.125k at k = 4.8, of 1000 bytes each.
+    assert sizes == pytest.approx((700, 1800, 5800), abs=1)
+    assert (below, above) == (("torus", "hierarchical", "torus"), ("hierarchical", "torus", "ring"))
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,10 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
             "trainer.devices: LOCAL_WORLD_SIZE is not set; start the ranks with torchrun or srun, as",
         ),
         (["global_batch=100"], "global_batch=100 is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
+        (
+            ["global_batch=64", "~data.batch_size"],
+            "global_batch=64 needs to know data.batch_size: set it, or global_batch=null",
+        ),
         (["resume=true"], "resume=true, but no run in runs/digits has a checkpoint: train without resume first"),
         (
             ["resume=nowhere"],
@@ -254,6 +258,22 @@ def test_a_module_of_the_users_own_in_a_folder_that_was_used(fourmin: Fourmin, t
     assert record(tmp_path / "run")["model"]["name"] == "Whole"
     assert (tmp_path / "run" / "checkpoints-1" / "last.ckpt").read_text() == "of another run"
     assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 3
+    going_on = [*own, *SHORT[1:], "trainer.max_epochs=2", "resume=true"]
+    code, _, errors = fourmin("train", *going_on)
+    assert code == 1
+    assert "if you trust the file, pass weights_only=False to the Trainer's method (weights_only=false to" in errors
+    code, _, errors = fourmin("train", *going_on, "weights_only=false")
+    assert code == 0, errors
+    assert record(tmp_path / "run")["summary"]["steps"] == 6
+
+
+def test_the_last_checkpoint_is_that_of_the_last_epoch(fourmin: Fourmin, tmp_path: Path) -> None:
+    """Also where that is not the best: here the lower the epoch the better."""
+    best = ["callbacks.checkpoint.monitor=epoch", "callbacks.checkpoint.mode=min"]
+    code, _, errors = fourmin("train", *best, "run_dir=run", "trainer.devices=1", "trainer.max_epochs=3", *SHORT[1:])
+    assert code == 0, errors
+    files = {path.stem: AtomicCheckpointIO().load_checkpoint(path) for path in (tmp_path / "run").rglob("*.ckpt")}
+    assert {name: content["global_step"] for name, content in files.items()} == {"best": 3, "last": 9}
 
 
 def test_what_is_said_to_go_on_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,29 @@ def test_every_plan_sums_the_gradients_of_all_ranks(ranks: RankPool) -> None:
         assert shares[-1] == 1.0
 
 
+def synced_buffers(with_mask: bool) -> bool:
+    model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+    if with_mask:
+        model.register_buffer("mask", torch.ones(3))
+    where = Topology.build([0] * dist.get_world_size())
+    chooser, groups = AllReduceTable.from_cost_model(where, "gloo"), ProcessGroups.shared(timedelta(seconds=60))
+    synced = []
+
+    def step(wrapped: nn.Module, batch: Tensor) -> None:
+        wrapped(batch).sum().backward()
+        synced.append(wrapped.will_sync_module_buffers())
+
+    cuts = FusionPlan.build(list(model.named_parameters()), 1.0)
+    StepTrial(model, torch.ones(2, 4), step, where, chooser, groups, None).measure([cuts], 1e-6)
+    (answer,) = set(synced)
+    return bool(answer)
+
+
+def test_buffers_are_synced_as_the_strategy_would(ranks: RankPool) -> None:
+    assert ranks.run(synced_buffers, False, world=2) == [False] * 2
+    assert ranks.run(synced_buffers, True, world=2) == [True] * 2
+
+
 def turns_in(budgets_s: tuple[float, ...]) -> int:
     where = Topology.build([0] * dist.get_world_size())
     model = net()

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm import tuner
-from lightning_fourmin.comm.curves import draw, switch_points
+from lightning_fourmin.comm.curves import draw
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, Row, cached_table_path, sizes_up_to
 from lightning_fourmin.comm.topology import Topology
@@ -74,6 +74,26 @@ def test_all_ranks_get_one_measured_table(ranks: RankPool, tmp_path: Path) -> No
 def test_sizes_that_the_budget_does_not_reach_are_left_out(ranks: RankPool) -> None:
     (table, _), _ = ranks.run(measured, 1 << 24, budget_s=1e-3)
     assert [row.num_bytes for row in table.rows] == [256]
+
+
+def measured_in_half() -> tuple[AllReduceTable, set[int]]:
+    """The table, and how many numbers an all-reduce had."""
+    numels: set[int] = set()
+    timed_ms = tuner.timed_ms
+
+    def counted(way: tuner.Way, numbers: torch.Tensor) -> float:
+        numels.add(numbers.numel())
+        return timed_ms(way, numbers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "timed_ms", counted)
+        return measured(1 << 12, budget_s=0.2, wire_dtype=torch.float16)[0], numels
+
+
+def test_sizes_are_those_on_a_wire_of_16_bit(ranks: RankPool) -> None:
+    (table, numels), _ = ranks.run(measured_in_half, world=2)
+    assert {row.num_bytes for row in table.rows} == {2 * numel for numel in numels}
+    assert table.source.endswith(", float16 wire")
 
 
 def searched() -> AllReduceTable:
@@ -158,8 +178,8 @@ def crossing_table() -> AllReduceTable:
 
 def test_switch_points_are_where_the_lines_cross() -> None:
     # 4 + x / 1000 and 1 + 8 x / 1000 meet at x = 3000 / 7.
-    assert switch_points(crossing_table()) == [(256 + 429, "hierarchical", "ring")]
-    assert switch_points(crossing_table().only("ring")) == []
+    assert crossing_table().switch_points() == [(256 + 429, "hierarchical", "ring")]
+    assert crossing_table().only("ring").switch_points() == []
 
 
 @pytest.mark.parametrize("name", ["curves.svg", "curves.png"])

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fourmin.app.quiet import hush
@@ -48,10 +48,10 @@ def train(config: dict[str, Any]) -> None:
         default_root_dir=config["run_dir"],
         enable_progress_bar="progress_bar" in callbacks,
         enable_model_summary="model_summary" in callbacks,
-        enable_checkpointing="checkpoint" in callbacks,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks.values()),
     )
     try:
-        trainer.fit(module, data, ckpt_path=config["resume"] or None)
+        trainer.fit(module, data, ckpt_path=config["resume"] or None, weights_only=config["weights_only"])
     except SystemExit as end:
         # What Lightning makes of Ctrl-C.
         if isinstance(end.__context__, KeyboardInterrupt):

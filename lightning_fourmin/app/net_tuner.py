@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fourmin.comm.advice import sentence_for
-from lightning_fourmin.comm.agree import agreed
+from lightning_fourmin.comm.agree import agreed, from_rank_0
+from lightning_fourmin.comm.cuts import Cuts, cuts_path, write_cuts
 from lightning_fourmin.comm.fit import fit_transfer
-from lightning_fourmin.comm.fusion import FusionPlan
+from lightning_fourmin.comm.fusion import FusionPlan, in_ready_order
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.merge import Cuts, ReadyGradient, cuts_path, merge, write_cuts
+from lightning_fourmin.comm.merge import ReadyGradient, merge
 from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trial import StepTrial, ways_to_send
@@ -73,9 +74,10 @@ class NetTuner:
             both = [best, cuts]
             best_ms, best = _least(compare("buckets of the default size or cut for this net", both), both)
         path = cuts_path(table_path, parameters)
-        if dist.get_rank() == 0:
-            found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets), best.algorithm)
-            write_cuts(path, found, f"{type(self.net).__name__}, {tuple(self.inputs.shape)}, {self.table.made}")
+        main = in_ready_order(parameters)[0][1].dtype
+        found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets if bucket.dtype is main), best.algorithm)
+        made = f"{type(self.net).__name__}, {tuple(self.inputs.shape)}, {self.table.made}"
+        from_rank_0(lambda: write_cuts(path, found, made))
         gain = sentence_for(ddp_ms, best_ms, 1e3 * profile.compute_s, self._said(best))
         return [*told, f"fastest: {self._said(best)}: {path}", gain]
 
@@ -96,7 +98,7 @@ def _cut(
     # DDP fills its buckets in the reverse order of registration, which is the ready order but for small changes.
     ready_s = {gradient.name: gradient.ready_s for gradient in profile.gradients}
     gradients, latest_s = [], 0.0
-    for name, parameter in reversed(parameters):
+    for name, parameter in in_ready_order(parameters):
         latest_s = max(latest_s, ready_s[name])
         gradients.append(ReadyGradient(parameter.numel() * parameter.element_size(), latest_s))
     transfer = fit_transfer(table, sum(gradient.num_bytes for gradient in gradients))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from lightning_fourmin.app.resume import first_whole, override, saved, say
+from lightning_fourmin.checkpoints import CheckpointError
 from lightning_fourmin.comm.attempt import shares_agents_store, store_of_attempt
 
 KEY = "fourmin/run"
@@ -57,8 +58,12 @@ def newest_of_job(store: dist.Store) -> Path | None:
 def _to_go_on_from(store: dist.Store) -> str:
     if not store.check([KEY]):
         return ""
-    checkpoint = newest_of_job(store)
-    rest = "nothing was saved yet, it begins afresh" if checkpoint is None else f"it goes on from {checkpoint}"
+    try:
+        checkpoint = newest_of_job(store)
+    except CheckpointError as error:
+        say(str(error))
+        checkpoint = None
+    rest = "there is nothing to go on from, it begins afresh" if checkpoint is None else f"it goes on from {checkpoint}"
     say(f"torchrun has started this job again: {rest}")
     return "" if checkpoint is None else str(checkpoint)
 

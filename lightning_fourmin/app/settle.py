@@ -94,6 +94,8 @@ def _num_accumulated(config: dict[str, Any]) -> int:
     trainer, wanted = config["trainer"], config["global_batch"]
     if wanted is None:
         return int(trainer["accumulate_grad_batches"])
+    if "batch_size" not in config["data"]:
+        raise ConfigError(f"global_batch={wanted} needs to know data.batch_size: set it, or global_batch=null")
     batch = GlobalBatch(config["data"]["batch_size"], num_local_ranks(trainer) * trainer["num_nodes"])
     if not isinstance(wanted, int) or wanted < batch.size or wanted % batch.size:
         raise ConfigError(

@@ -20,7 +20,7 @@ from lightning_fourmin.app.net import named_model, no_input_shape, own_module, u
 from lightning_fourmin.app.net_tuner import NetTuner
 from lightning_fourmin.app.verb import give_up, run
 from lightning_fourmin.comm.advice import sentence_without_model
-from lightning_fourmin.comm.agree import gathered
+from lightning_fourmin.comm.agree import from_rank_0, gathered
 from lightning_fourmin.comm.curves import draw
 from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.groups import ProcessGroups
@@ -126,6 +126,7 @@ def tune(
     """
     topology = Topology.build(gathered(node_rank), options.group_size)
     groups = ProcessGroups.shared(TIMEOUT)
+    wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
     with _progress("measuring all-reduce", options.budget_s) as progress:
         table = measure_table(
             topology,
@@ -133,26 +134,29 @@ def tune(
             device,
             int(options.largest_mb * MIB),
             options.budget_s,
+            wire_dtype,
             search=options.group_size is None,
             progress=progress,
         )
     path = Path(options.out) if options.out else cached_table_path(topology, table.backend)
-    told = [str(table), f"links: {table.fit}"]
-    if dist.get_rank() == 0:
-        table.to_csv(path)
-        draw(table, path.with_suffix(".svg"))
-        told.append(f"table: {path}, picture: {path.with_suffix('.svg')}")
+    told = [str(table), f"links: {table.fit}", from_rank_0(lambda: _write(table, path))]
     net = options.build_net() if net is None else net
     if net is None:
         told.append(sentence_without_model(table))
     else:
         inputs = torch.randn(options.batch_size, *options.sample_shape, device=device)
-        wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
         tuner = NetTuner(net.to(device), inputs, table.groups_of(topology), table, groups, wire_dtype)
         told += tuner.tune(path, lambda what: _progress(what, options.budget_s), options.budget_s)
     if dist.get_rank() == 0:
         print("\n".join(told), flush=True)
     return table, told
+
+
+def _write(table: AllReduceTable, path: Path) -> str:
+    picture = path.with_suffix(".svg")
+    table.to_csv(path)
+    draw(table, picture)
+    return f"table: {path}, picture: {picture}"
 
 
 def _started(options: TuneOptions) -> tuple[int, int]:

@@ -23,6 +23,8 @@ MAX_STEPS = 50
 """Between two questions, however fast steps have been: those to come may be slower."""
 SIGTERM_HANDLER, REQUEUE_HANDLER = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 """Lightning's names of what it does at SIGTERM, and when SLURM warns that the time is up."""
+ASK_BEFORE_BATCH = "_broadcast_sigterm_tensor"
+"""Its name of the broadcast before every batch."""
 
 
 class _Asked(IntEnum):
@@ -40,7 +42,8 @@ class PreemptionCheckpoint(Callback):
     step on which they have agreed, and after the last step of an epoch: then they save, finish the epoch with its
     validation, and save and end after the first step of the next. Validation inside an epoch is finished before they
     ask. Asked before the first step, they end without a file. Lightning's own handler broadcasts from wherever the
-    signal finds a rank, which blocks if the others are elsewhere; this callback takes its place.
+    signal finds a rank, which blocks if the others are elsewhere; this callback takes its place. It also takes that of
+    the broadcast with which Lightning asks before every batch: ranks then wait for each other in all-reduces only.
 
     The same on SLURM when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where Lightning saves
     from the midst of a step: then the job is queued again, too, and a second file lies where Lightning looks for it, so
@@ -79,6 +82,7 @@ class PreemptionCheckpoint(Callback):
         if self._asked:
             rank_zero_info(f"{self._by_whom} before the first step: nothing is saved")
             raise SIGTERMException(EXIT_CODE)
+        vars(trainer.fit_loop.epoch_loop)[ASK_BEFORE_BATCH] = lambda: None
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -99,12 +103,14 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
         if self._asked:
             raise SIGTERMException(EXIT_CODE)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # SLURM ends a job that is queued again: nothing may be left to do.
+        vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
+        # SLURM ends a job that is queued again: what matters is saved.
         if self._asked == _Asked.QUEUE_AGAIN and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             _queue_again()
 
@@ -125,7 +131,8 @@ class PreemptionCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         saver = trainer.checkpoint_callback
         beside = saver.dirpath if isinstance(saver, ModelCheckpoint) else None
-        path = Path(self._dirpath or beside or trainer.default_root_dir) / FILE_NAME
+        # Not a Path, which would make s3:/ of s3://.
+        path = os.path.join(self._dirpath or beside or trainer.default_root_dir, FILE_NAME)
         trainer.save_checkpoint(path)
         rank_zero_info(f"{self._by_whom}: saved {path} after step {self._step}")
         if self._asked == _Asked.QUEUE_AGAIN:

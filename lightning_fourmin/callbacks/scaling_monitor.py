@@ -94,7 +94,7 @@ class ScalingMonitor(Callback):
         self._alone_s: deque[float] = deque(maxlen=KEPT_ALONE)
         self._num_steps = 0
         self._num_samples = 0
-        self._start_s = math.nan
+        self._start_s = self._paused_s = math.nan
         self._global_step = 0
 
     @override
@@ -118,8 +118,17 @@ class ScalingMonitor(Callback):
         self._begin_step()
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused_s = time.perf_counter()
+        if self._meter is not None:
+            self._meter.paused = True
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_step()
+        # Of a step that accumulates, what came before validation still counts.
+        self._start_s += time.perf_counter() - self._paused_s
+        if self._meter is not None:
+            self._meter.paused = False
 
     def _begin_step(self) -> None:
         self._start_s = time.perf_counter()
@@ -205,7 +214,7 @@ class ScalingMonitor(Callback):
     def _stop(self, trainer: Trainer) -> None:
         vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         if self._meter is not None:
-            self._meter.undisturbed = False
+            self._meter.undisturbed = self._meter.paused = False
         self._meter = None
 
 

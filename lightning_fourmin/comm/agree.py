@@ -1,6 +1,7 @@
 """What ranks tell each other before they go on together; collective calls."""
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -19,3 +20,17 @@ def agreed(value: V) -> V:
     found = [value]
     dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def from_rank_0(work: Callable[[], V]) -> V:
+    """What rank 0's work gives, on all ranks, or its error."""
+    found: V | ValueError | OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = work()
+        except (ValueError, OSError) as error:
+            found = error
+    found = agreed(found)
+    if isinstance(found, ValueError | OSError):
+        raise found
+    return cast(V, found)

@@ -38,6 +38,8 @@ from lightning_fourmin.comm.topology import Topology
 
 STAGES = ("reduce", "scatter", "gather", "broadcast")
 ALGORITHMS = ("ring", "hierarchical", "torus")
+IN_PIECES = ("hierarchical", "torus")
+"""Algorithms whose large buckets are cut, so that the phases of a bucket overlap; a ring has one phase."""
 
 Phase = Callable[[Payload], Transfer]
 
@@ -50,6 +52,11 @@ class Route:
     phases: Mapping[str, Phase]
     before: float
     after: float
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Those that have a phase, in their order."""
+        return tuple(stage for stage in STAGES if stage in self.phases)
 
 
 def num_steps(algorithm: str, topology: Topology) -> int:

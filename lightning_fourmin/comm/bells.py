@@ -32,12 +32,14 @@ class Bells:
     """A pipe from every member to every other; each carries the numbers of pieces, in order."""
 
     def __init__(self, members: Members, timeout_s: float) -> None:
-        """Makes the pipes to this rank; `paths` tells each other member where to open its end."""
         self._members, self._timeout_s = members, timeout_s
         self._hear: dict[int, int] = {}
         self._ring: dict[int, int] = {}
         self._lent: dict[int, int] = {}
-        for place in members.others:
+
+    def make(self) -> None:
+        """Makes the pipes to this rank; `paths` tells each other member where to open its end."""
+        for place in self._members.others:
             self._hear[place], self._lent[place] = os.pipe()
 
     @property

@@ -4,24 +4,22 @@ Without a table the cost model makes one; without cuts the fusion threshold does
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_fourmin.comm.agree import agreed
+from lightning_fourmin.comm.agree import from_rank_0
+from lightning_fourmin.comm.cuts import Cuts, cuts_path, read_cuts
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.merge import Cuts, cuts_path, read_cuts
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table
 
 AUTO_BUDGET_S = 5.0
-T = TypeVar("T")
 
 
 def choose_table(
@@ -30,16 +28,17 @@ def choose_table(
     groups: ProcessGroups,
     device: torch.device,
     largest_bytes: int,
+    wire_dtype: torch.dtype | None = None,
     any_groups: bool = False,
 ) -> AllReduceTable:
     """Rank 0 reads or computes the table; all ranks get that one, or its error.
 
     `any_groups`: a table may bring groups that its tuner found better than those of the topology.
     """
-    table = _from_rank_0(lambda: _find(asked, topology, any_groups))
+    table = from_rank_0(lambda: _find(asked, topology, any_groups))
     if table is None:
         rank_zero_info(f"fourmin: measuring the all-reduce for {AUTO_BUDGET_S:g} s (table='auto', kept for later runs)")
-        table = measure_table(topology, groups, device, largest_bytes, AUTO_BUDGET_S)
+        table = measure_table(topology, groups, device, largest_bytes, AUTO_BUDGET_S, wire_dtype)
         if dist.get_rank() == 0:
             path = cached_table_path(topology, table.backend)
             try:
@@ -53,21 +52,7 @@ def choose_cuts(
     asked: str | Path | None, topology: Topology, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> Cuts | None:
     """What `fourmin tune` found for a module, beside the table; None if it was never asked."""
-    return _from_rank_0(lambda: read_cuts(cuts_path(_path(asked, topology), parameters)))
-
-
-def _from_rank_0(read: Callable[[], T]) -> T:
-    """What rank 0 reads, on all ranks, or its error."""
-    found: T | ValueError | OSError | None = None
-    if dist.get_rank() == 0:
-        try:
-            found = read()
-        except (ValueError, OSError) as error:
-            found = error
-    found = agreed(found)
-    if isinstance(found, ValueError | OSError):
-        raise found
-    return cast(T, found)
+    return from_rank_0(lambda: read_cuts(cuts_path(_path(asked, topology), parameters)))
 
 
 def _path(asked: str | Path | None, topology: Topology) -> Path:

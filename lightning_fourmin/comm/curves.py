@@ -1,23 +1,8 @@
 """Draws a table: milliseconds by size for each algorithm, and the sizes at which the choice changes."""
 
-from itertools import pairwise
 from pathlib import Path
 
 from lightning_fourmin.comm.table import AllReduceTable, readable
-
-
-def switch_points(table: AllReduceTable) -> list[tuple[int, str, str]]:
-    """Sizes at which the choice changes, each with the algorithms below and above."""
-    points = []
-    for low, high in pairwise(row.num_bytes for row in table.rows):
-        below, above = table.choose(low), table.choose(high)
-        if below == above:
-            continue
-        while high - low > 1:  # times are linear between rows, so two lines cross once
-            middle = (low + high) // 2
-            low, high = (middle, high) if table.choose(middle) == below else (low, middle)
-        points.append((high, below, table.choose(high)))
-    return points
 
 
 def draw(table: AllReduceTable, path: Path) -> None:
@@ -34,7 +19,7 @@ def draw(table: AllReduceTable, path: Path) -> None:
         if all(name in row.spread_ms for row in table.rows):
             low, high = zip(*(row.spread_ms[name] for row in table.rows), strict=True)
             axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    for size, below, above in switch_points(table):
+    for size, below, above in table.switch_points():
         axes.axvline(size, color="grey", linestyle=":", linewidth=1)
         # Curves rise from the lower left to the upper right: the other corners are free.
         height, edge = (0.98, "top") if size * size < sizes[0] * sizes[-1] else (0.02, "bottom")

@@ -44,6 +44,7 @@ from lightning_fourmin.notes import add_note
 WHOLE_BYTES = 32 * 1024
 """A stretch of up to this size crosses between nodes in one exchange instead of two."""
 JOIN_S = 5.0
+POLL_S = 0.01
 
 
 class Engine:
@@ -92,7 +93,10 @@ class Engine:
         self._held: list[Piece] = []
         self._trace = trace
         self._busy: dict[str, tuple[float, Piece]] = {}
-        self._stall_watch = None if stall_warning_s is None else StallWatch(stall_warning_s, self._waits, groups.number)
+        # On CUDA no thread of ours waits: NCCL's watchdog speaks there.
+        self._stall_watch = None
+        if stall_warning_s is not None and not on_cuda:
+            self._stall_watch = StallWatch(stall_warning_s, self._waits, groups.number)
         self._threads = [
             threading.Thread(target=self._run_stage, args=(stage, i), name=f"fourmin-{stage}", daemon=True)
             for i, stage in enumerate(in_threads)
@@ -111,7 +115,7 @@ class Engine:
         wire_dtype = self.wire_dtype or gradients.dtype
         num_bytes = gradients.numel() * wire_dtype.itemsize
         route = self._routes_for(wire_dtype)[self.table.choose(num_bytes)]
-        num_pieces = 1 if route.algorithm == "ring" else max(1, -(-num_bytes // self.table.chunk_bytes))
+        num_pieces = self.table.num_pieces(route.algorithm, num_bytes)
         bucket = BucketUnderWay(gradients, index, route, num_pieces)
         if self.meter is not None:
             bucket.times = self.meter.hand_over(index, num_bytes)
@@ -145,13 +149,23 @@ class Engine:
         for piece in self._held:
             piece.bucket.ready = newest.ready
             with torch.no_grad():
-                for stage, stream in self._streams.items():
-                    with torch.cuda.stream(stream):
-                        self._pass(piece, stage)
-                if not self._streams:
-                    self._pass(piece, self._stages[0])
+                if self._streams:
+                    self._launch(piece)
+                else:
+                    self._pass(piece, self._stages[0], first=True)
                     self._queues[0].put(piece)
         self._held = []
+
+    def _launch(self, piece: Piece) -> None:
+        """On CUDA: the stages that the piece has, each on its stream.
+
+        What ties streams together is that a stage waits for the phase before it, so a piece is prepared on the stream
+        of its own first stage.
+        """
+        stages = [*piece.bucket.route.stages, "finish"]
+        for stage in stages:
+            with torch.cuda.stream(self._streams[stage]):
+                self._pass(piece, stage, first=stage == stages[0])
 
     def raise_error(self) -> None:
         """Raises the first error of a phase, as itself."""
@@ -177,9 +191,18 @@ class Engine:
         deadline = time.monotonic() + (0.0 if self._error is not None else JOIN_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        still_running = any(thread.is_alive() for thread in self._threads)
+        still_running = any(thread.is_alive() for thread in self._threads) or not self._device_is_done(deadline)
         if self._error is not None or self._under_way or still_running:
             self._groups.clean = False
+
+    def _device_is_done(self, deadline: float) -> bool:
+        """Whether all that was launched there has ended: a rank that stopped early may have left others waiting."""
+        finish = self._streams.get("finish")
+        while finish is not None and not finish.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def _open_arena(self, shared_bytes: int) -> SharedArena | None:
         """Shared memory for the ranks of this rank's group, if they are on one node and the table uses groups."""
@@ -209,7 +232,7 @@ class Engine:
                 start_ns = now_ns()
                 if self._trace is not None:
                     self._trace.add(f"piece {piece.tag}", "queue", piece.queued_ns)
-                self._pass(piece, stage)
+                self._pass(piece, stage, first=False)
                 if self._trace is not None:
                     self._trace.add(stage, f"bucket {piece.bucket.index}", start_ns, {"piece": piece.tag})
                 if stage != "finish":
@@ -220,13 +243,13 @@ class Engine:
                 # The last of the threads: nobody uses it any more.
                 self._arena.close()
 
-    def _pass(self, piece: Piece, stage: str) -> None:
-        """Takes a piece through one stage; an error ends the engine's work."""
+    def _pass(self, piece: Piece, stage: str, first: bool) -> None:
+        """Takes a piece through one stage, its first one or a later one; an error ends the engine's work."""
         piece.phase = stage
         self._busy[stage] = (time.monotonic(), piece)
         try:
             if self._error is None:
-                self._advance(piece, stage, first=stage == self._stages[0])
+                self._advance(piece, stage, first)
         except BaseException as error:
             self._explain(error, *self._busy[stage])
             self.fail(error)

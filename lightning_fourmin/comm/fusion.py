@@ -122,10 +122,14 @@ def _num_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def _ready_sizes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
-    """Bytes of the gradients that caps are made for, in ready order."""
+def in_ready_order(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """Those that caps are made for: of the dtype with the most bytes, the last ones first."""
     main = _dtype_with_most_bytes(parameters)
-    return [_num_bytes(parameter) for _, parameter in reversed(parameters) if parameter.dtype is main]
+    return [(name, parameter) for name, parameter in reversed(parameters) if parameter.dtype is main]
+
+
+def _ready_sizes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    return [_num_bytes(parameter) for _, parameter in in_ready_order(parameters)]
 
 
 def _dtype_with_most_bytes(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:

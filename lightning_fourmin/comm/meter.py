@@ -47,9 +47,11 @@ class Meter:
         self._device = device
         self._buckets: list[BucketTimes] = []
         self._num_backwards = 0
-        self._waited_s = 0.0
+        self._waits: list[tuple[Stamp, Stamp]] = []
         self.undisturbed = False
         """Set between steps: the buckets of the next one wait for its last, so that nothing disturbs computing."""
+        self.paused = False
+        """Set while something runs that is no part of a step."""
 
     def stamp(self) -> Stamp:
         if self._device.type == "cpu":
@@ -67,17 +69,20 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around anything else that makes the main thread wait for other ranks."""
-        start = time.perf_counter()
+        """Around anything else that makes the main thread wait for other ranks; on CUDA, its stream."""
+        if self.paused:
+            yield
+            return
+        start = self.stamp()
         try:
             yield
         finally:
-            self._waited_s += time.perf_counter() - start
+            self._waits.append((start, self.stamp()))
 
     def take(self) -> "TakenTimes":
         """The times since the last call, once backward has returned."""
-        taken = TakenTimes(tuple(self._buckets), self._waited_s)
-        self._buckets, self._waited_s = [], 0.0
+        taken = TakenTimes(tuple(self._buckets), tuple(self._waits))
+        self._buckets, self._waits = [], []
         return taken
 
 
@@ -86,10 +91,10 @@ class TakenTimes:
     """Times of a step; on CUDA `communication` waits until the device has come past them."""
 
     buckets: tuple[BucketTimes, ...]
-    waited_s: float
+    waits: tuple[tuple[Stamp, Stamp], ...]
 
     def communication(self) -> Communication:
-        exposed_s, busy_s, busy_until = self.waited_s, 0.0, float("-inf")
+        exposed_s, busy_s, busy_until = sum(_seconds_after(*wait) for wait in self.waits), 0.0, float("-inf")
         done = [bucket for bucket in self.buckets if bucket.handed_on is not None and bucket.done is not None]
         origin = done[0].handed_over if done else 0.0
         for _, backward in groupby(done, key=lambda bucket: bucket.backward):

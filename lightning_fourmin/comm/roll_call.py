@@ -27,6 +27,8 @@ HEARD_S = 2.0
 """How long a rank that leaves waits for the others to hear why: the store may leave with it."""
 LIMIT_S = ANSWER_S + HEARD_S + 2.0
 POLL_S = 0.02
+LONGEST_WAIT = timedelta(days=1)
+"""Then the thread waits again."""
 _BACKEND = re.compile(r"gloo/|NCCL|c10d|TCPStore")
 """Marks of the backends. A connection that was refused or broken may by itself be that of a rank's own data."""
 _STORE_GONE = (
@@ -110,7 +112,7 @@ class RollCall:
         """The life of the thread: waits for the bell, answers, and keeps what was found."""
         try:
             store = own_store("roll_call")
-            store.wait([self._key("ring", self._rank)], timedelta(days=20))
+            self._wait_for_ring(store)
             if self._closed:
                 return
             store.set(self._key("here", self._rank), "")
@@ -125,6 +127,17 @@ class RollCall:
             self._verdict = self._verdict or _STORE_GONE
         if not self._closed:
             self._when_known(LostRankError(self._verdict))
+
+    def _wait_for_ring(self, store: dist.Store) -> None:
+        ring = [self._key("ring", self._rank)]
+        while True:
+            try:
+                store.wait(ring, LONGEST_WAIT)
+                return
+            except dist.DistStoreError:
+                # Nobody rang for all that time, or the store is gone: then this fails, too.
+                if store.check(ring):
+                    return
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._number, *parts)))

@@ -9,6 +9,7 @@ The memory is anonymous: it has no name that could be left behind, and goes with
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -57,10 +58,13 @@ class SharedArena:
         path, token = "", os.urandom(TOKEN_BYTES)
         areas: list[Tensor] = []
         try:
-            if descriptor is not None:
-                path = f"/proc/{os.getpid()}/fd/{descriptor}"
-                os.ftruncate(descriptor, 2 * num_bytes)  # takes memory only where it is written
-                os.pwrite(descriptor, token, 0)
+            with suppress(OSError):  # without a path no member can map the area, and all do without
+                inward.make()
+                outward.make()
+                if descriptor is not None:
+                    os.ftruncate(descriptor, 2 * num_bytes)  # takes memory only where it is written
+                    os.pwrite(descriptor, token, 0)
+                    path = f"/proc/{os.getpid()}/fd/{descriptor}"
             offers = gathered((path, token, inward.paths, outward.paths), members.group)
             try:
                 areas = _mapped([offer[:2] for offer in offers], 2 * num_bytes)

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_fourmin.comm.algorithms import ALGORITHMS, usable_algorithms
+from lightning_fourmin.comm.algorithms import ALGORITHMS, IN_PIECES, usable_algorithms
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s, phase_costs
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.topology import Topology
@@ -70,7 +70,7 @@ class AllReduceTable:
     group_size: int | None = None
     """Found best by the tuner: ranks a group, where they are not the ranks of a node."""
     chunk_bytes: int = CHUNK_BYTES
-    """A bucket with more bytes on the wire goes in pieces, so that its own phases overlap (not in the ring)."""
+    """A bucket with more bytes on the wire goes in pieces (see `num_pieces`)."""
     made: str = ""
     """Date and versions of what measured it."""
     fit: str = ""
@@ -95,6 +95,10 @@ class AllReduceTable:
         if any(row.spread_ms for row in self.rows):
             return _steady_choices([row.milliseconds for row in self.rows])
         return tuple(row.best for row in self.rows)
+
+    def num_pieces(self, algorithm: str, num_bytes: int) -> int:
+        """Into how many pieces of nearly the same size a bucket is cut."""
+        return max(1, -(-num_bytes // self.chunk_bytes)) if algorithm in IN_PIECES else 1
 
     def expected_ms(self, num_bytes: int) -> dict[str, float]:
         """Milliseconds of each algorithm: linear between rows, in proportion above the last."""
@@ -153,15 +157,29 @@ class AllReduceTable:
         chunk_bytes = _chunk_bytes(rows, topology, links)
         return cls(topology.key, backend, "cost model", tuple(rows), chunk_bytes=chunk_bytes)
 
+    def switch_points(self) -> list[tuple[int, str, str]]:
+        """Sizes from which on the choice is another, each with the algorithms below and above."""
+        if self.switch_bytes is not None:
+            return [(self.switch_bytes + 1, "hierarchical", "ring")]
+        points = []
+        for first, last in pairwise(row.num_bytes for row in self.rows):
+            low = first
+            while (below := self.choose(low)) != self.choose(last):
+                high = last
+                while high - low > 1:  # times are linear between rows, so an algorithm is the fastest in one stretch
+                    middle = (low + high) // 2
+                    low, high = (middle, high) if self.choose(middle) == below else (low, middle)
+                points.append((high, below, self.choose(high)))
+                low = high
+        return points
+
     def summary(self) -> str:
         """One line: which algorithm up to which size."""
-        sizes = [row.num_bytes for row in self.rows]
-        if self.switch_bytes is not None:
-            sizes = [self.switch_bytes, self.switch_bytes + 1]
-        choices = [(size, self.choose(size)) for size in sizes]
-        last = [(n, name) for (n, name), (_, after) in pairwise(choices) if name != after]
-        parts = [f"{name} up to {readable(n)}" for n, name in last]
-        return ", ".join([*parts, choices[-1][1] + (" above" if parts else "")])
+        points = self.switch_points()
+        if not points:
+            return self.choose(self.rows[0].num_bytes)
+        parts = [f"{below} up to {readable(size - 1)}" for size, below, _ in points]
+        return ", ".join([*parts, f"{points[-1][2]} above"])
 
     def to_csv(self, path: Path) -> None:
         """Writes the table, complete or not at all."""

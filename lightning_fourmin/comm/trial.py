@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fourmin.buffers import only_batch_norm_statistics
 from lightning_fourmin.comm.agree import agreed
 from lightning_fourmin.comm.engine import Engine, all_reduce_hook
 from lightning_fourmin.comm.fusion import FusionPlan, wire_bytes
@@ -102,7 +103,7 @@ class StepTrial:
         net = DistributedDataParallel(
             self._net,
             init_sync=False,
-            forward_sync_buffers=False,
+            forward_sync_buffers=not only_batch_norm_statistics(self._net),  # as the strategy has it
             bucket_cap_mb_list=caps,  # type: ignore[arg-type]
         )
         with closing(self._engine(plan)) as engine:

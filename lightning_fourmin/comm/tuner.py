@@ -72,14 +72,16 @@ def measure_table(
     device: torch.device,
     largest_bytes: int,
     budget_s: float,
+    wire_dtype: torch.dtype | None = None,
     search: bool = False,
     progress: Progress = lambda share: None,
 ) -> AllReduceTable:
     """A table of medians, the same on all ranks; sizes that the budget does not reach are left out.
 
-    `search`: looks for better groups than the nodes and for the best chunks, if the budget allows.
+    Gradients are FP32, sizes are those on the wire. `search`: looks for better groups than the nodes and for the best
+    chunks, if the budget allows.
     """
-    return _Tuner(topology, groups, device, largest_bytes, budget_s, progress).measure(search)
+    return _Tuner(topology, groups, device, largest_bytes, budget_s, wire_dtype, progress).measure(search)
 
 
 class _Tuner:
@@ -92,9 +94,11 @@ class _Tuner:
         device: torch.device,
         largest_bytes: int,
         budget_s: float,
+        wire_dtype: torch.dtype | None,
         progress: Progress,
     ) -> None:
         self._topology, self._groups, self._device, self._progress = topology, groups, device, progress
+        self._wire_dtype = wire_dtype or torch.float32
         self._sizes = sizes_up_to(largest_bytes)
         self._start_s, self._budget_s = time.monotonic(), budget_s
 
@@ -184,6 +188,8 @@ class _Tuner:
                 turn += 1
         rows = [Row(size, _medians(by_name), _quartiles(by_name)) for size, by_name in times.items()]
         source = f"measured, n={turn}" + (f" to {turn * max(repeats.values())}" if max(repeats.values()) > 1 else "")
+        if self._wire_dtype is not torch.float32:
+            source += f", {str(self._wire_dtype).removeprefix('torch.')} wire"
         return AllReduceTable(topology.key, dist.get_backend(), source, tuple(rows), chunk_bytes=chunk_bytes)
 
     def _engine(self, topology: Topology, name: str, chunk_bytes: int, shared_bytes: int) -> Engine:
@@ -193,11 +199,12 @@ class _Tuner:
             replace(table, chunk_bytes=chunk_bytes),
             self._groups,
             self._device,
+            self._wire_dtype,
             shared_bytes=shared_bytes,
         )
 
     def _one_round(self, engines: Mapping[K, Engine], size: int, turn: int) -> dict[K, float]:
-        data = torch.ones(size // 4, device=self._device)
+        data = torch.ones(size // self._wire_dtype.itemsize, device=self._device)
         keys = list(engines)
         return {key: timed_ms(through(engines[key]), data) for key in (reversed(keys) if turn % 2 else keys)}
 

@@ -43,8 +43,8 @@ class ShardDataModule(LightningDataModule):
         prefetch_factor: batches a worker prepares ahead.
         seed: of the order and the augmentation.
         window: samples that are shuffled with each other; a worker holds as many in memory, undecoded.
-        remainder: what happens to the samples of an epoch that fill no global batch: "drop", or "wrap" to fill it with
-            the first ones of the epoch.
+        remainder: what happens to the samples of an epoch that fill no step of all ranks, accumulation included:
+            "drop", or "wrap" to fill it with the first ones of the epoch.
         on_error: "raise" on damaged samples, or "skip" them, counted and logged: in training other samples of the batch
             stand in for them, in evaluation the batch is smaller.
         pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
@@ -147,10 +147,14 @@ class ShardDataModule(LightningDataModule):
         return len(self.index.classes)
 
     @property
-    def steps_per_epoch(self) -> int:
+    def batches_per_epoch(self) -> int:
         """Batches that each rank has in an epoch, known without making a loader."""
         deal, split = self._deal(), self.index.split(self._splits["train"], self.path)
-        return deal.num_batches(deal.epoch(split.num_samples, self._remainder))
+        return deal.num_batches(deal.epoch(split.num_samples, self._remainder, self._num_accumulated))
+
+    @property
+    def _num_accumulated(self) -> int:
+        return self.trainer.accumulate_grad_batches if self.trainer else 1
 
     @override
     def prepare_data(self) -> None:
@@ -167,9 +171,10 @@ class ShardDataModule(LightningDataModule):
         if self.trainer and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._loader(EvalLoader, "train", window=0)
         kwargs: dict[str, Any] = {"window": self._window, "remainder": self._remainder}
+        kwargs["num_accumulated"] = self._num_accumulated
         if self.trainer:
             limit = self.trainer.limit_train_batches
-            num_taken = limit if isinstance(limit, int) else int(limit * self.steps_per_epoch)
+            num_taken = limit if isinstance(limit, int) else int(limit * self.batches_per_epoch)
             kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
         loader = self._loader(TrainLoader, "train", **kwargs)
         if self._state is not None:
@@ -228,7 +233,10 @@ class ShardDataModule(LightningDataModule):
             return
         waited_s, self._waited_s = loader.wait_s - self._waited_s, loader.wait_s
         num_waits, self._num_waits = self._num_waits, 0
-        metrics = {"data_wait_ms": 1e3 * waited_s / num_waits, "data_skipped": float(loader.num_skipped)}
+        num_skipped = torch.tensor(float(loader.num_skipped), device=trainer.strategy.root_device)
+        if self._on_error == "skip":
+            num_skipped = trainer.strategy.reduce(num_skipped, reduce_op="sum")
+        metrics = {"data_wait_ms": 1e3 * waited_s / num_waits, "data_skipped": float(num_skipped)}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 

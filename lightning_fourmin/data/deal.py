@@ -60,12 +60,20 @@ class Deal:
     def _share(self, stretches: Stretches, batch_sizes: tuple[int, ...]) -> Share:
         return Share(tuple(cut(stretches, self._lane_sizes(batch_sizes))), batch_sizes)
 
-    def epoch(self, num_samples: int, remainder: Remainder) -> Stretches:
-        """The line of an epoch, shortened or prolonged from its start to a whole number of global batches."""
-        num_whole, num_over = divmod(num_samples, self.global_batch)
+    def epoch(self, num_samples: int, remainder: Remainder, num_accumulated: int = 1) -> Stretches:
+        """The line of an epoch, shortened or prolonged from its start to a whole number of steps.
+
+        A step has `num_accumulated` global batches; where there are not enough samples for one, a global batch counts.
+        """
+        if num_samples == 0:
+            return ()
+        step = self.global_batch * num_accumulated
+        if num_samples < step:
+            step = self.global_batch
+        num_whole, num_over = divmod(num_samples, step)
         if remainder == "drop":
-            return joined([Stretch(0, num_whole * self.global_batch)])
-        num_missing = -num_over % self.global_batch
+            return joined([Stretch(0, num_whole * step)])
+        num_missing = -num_over % step
         laps, rest = divmod(num_missing, num_samples)
         return joined([Stretch(0, num_samples)] * (1 + laps) + [Stretch(0, rest)])
 

@@ -44,8 +44,8 @@ def _write(folder: Path) -> None:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ShardError(
-            f"the demo data comes from scikit-learn, which is not installed ({error}): pip install "
-            "'lightning-fourmin[demo]', or train with data of your own (`fourmin pack`)"
+            f"the demo data comes from scikit-learn, which is not installed ({error}): pip install scikit-learn, or "
+            "train with data of your own (`fourmin pack`)"
         ) from error
     images, labels = load_digits(return_X_y=True)
     pixels = np.round(images * (255 / 16)).astype(np.uint8).reshape(-1, NUM_SIDE, NUM_SIDE)

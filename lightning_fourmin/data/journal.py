@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +33,10 @@ class Journal:
     def read(self) -> dict[int, Written]:
         """The shards that need not be written again; none if their content would differ now."""
         plan = self._folder / "plan"
-        entries = {int(path.stem): json.loads(path.read_text()) for path in self._folder.glob("*.json")}
+        entries = {}
+        for path in self._folder.glob("*.json"):
+            with suppress(ValueError):  # cut short by a power failure: that shard is written again
+                entries[int(path.stem)] = json.loads(path.read_text())
         if not plan.exists() or plan.read_text() != self._fingerprint:
             for entry in entries.values():
                 (self._out / entry["shard"]["name"]).unlink(missing_ok=True)

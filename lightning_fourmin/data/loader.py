@@ -101,6 +101,8 @@ class EvalLoader(ShardLoader):
     def __init__(self, dataset: ShardDataset, deal: Deal, rank: int, **kwargs: Any) -> None:
         super().__init__(dataset, deal, rank, **kwargs)
         num_samples = dataset.split.num_samples
+        if num_samples == 0:
+            raise ShardError("the split has no samples: choose another, or pack it again")
         if num_samples < deal.world:
             raise ShardError(
                 f"the split has {num_samples} samples for {deal.world} ranks, so some would have nothing to evaluate: "
@@ -127,15 +129,19 @@ class TrainLoader(ShardLoader):
         rank: int,
         *,
         remainder: Remainder,
+        num_accumulated: int = 1,
         epoch: int = 0,
         num_taken: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """`num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all."""
+        """`num_accumulated` is the number of batches a step.
+
+        `num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all.
+        """
         super().__init__(dataset, deal, rank, **kwargs)
         num_samples = dataset.split.num_samples
         self._remainder = remainder
-        self._whole = deal.epoch(num_samples, remainder) if num_samples else ()
+        self._whole = deal.epoch(num_samples, remainder, num_accumulated)
         self._num_batches = deal.num_batches(self._whole)
         if not self._num_batches:
             raise ShardError(

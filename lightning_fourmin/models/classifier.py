@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from lightning_fourmin.lars import LARS
 from lightning_fourmin.models import build_model
-from lightning_fourmin.recipe import GlobalBatch, PolySchedule, RatePlan, Schedule, param_groups
+from lightning_fourmin.parameter_groups import param_groups
+from lightning_fourmin.recipe import GlobalBatch, PolySchedule, RatePlan, Schedule
 
 # MLPerf's recipe for a batch of 4096, scaled to the batch of the run.
 DEFAULT_OPTIMIZER = partial(LARS, lr=10.0)
@@ -77,9 +78,12 @@ class ImageClassifier(LightningModule):
         self._optimizer, self._schedule = optimizer or DEFAULT_OPTIMIZER, schedule or DEFAULT_SCHEDULE
         self._weight_decay, self._decay_all = weight_decay, decay_all
         self._label_smoothing, self._compile = label_smoothing, compile
+        self._group_options: list[dict[str, Any]] = []
+        """What was asked for, which a checkpoint's may differ from."""
         self.rate_plan: RatePlan | None = None
         """Known when training starts, since only then the number of steps is."""
-        self.eval_loss = MeanMetric()
+        # Not without those that are not finite: that would be the loss of other samples.
+        self.eval_loss = MeanMetric(nan_strategy=math.nan)
         self.top1, self.top5 = (
             # With fewer classes top-5 is 1, as the definition has it.
             MulticlassAccuracy(num_classes, top_k=min(k, num_classes), average="micro", validate_args=False)
@@ -136,6 +140,7 @@ class ImageClassifier(LightningModule):
             groups = [{"params": list(self.net.named_parameters()), "weight_decay": self._weight_decay}]
         optimizer = self._optimizer(groups)
         scheduler = LambdaLR(optimizer, lambda step: self._lr_factor(step))
+        self._group_options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _lr_factor(self, step: int) -> float:
@@ -146,7 +151,11 @@ class ImageClassifier(LightningModule):
         """Plans the rates; not earlier: asking Lightning for the number of steps before would lose a resumed epoch."""
         optimizer, scheduler = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(scheduler, LambdaLR)
-        base_lr = optimizer.param_groups[0]["initial_lr"]
+        # A run that goes on has the options of its checkpoint up to here.
+        for group, options in zip(optimizer.param_groups, self._group_options, strict=True):
+            group.update(options)
+        scheduler.base_lrs = [options["initial_lr"] for options in self._group_options]
+        base_lr: float = self._group_options[0]["initial_lr"]
         steps_per_epoch, total_steps = self._num_steps()
         self.rate_plan = self._schedule.plan(base_lr, self._global_batch(), steps_per_epoch, total_steps)
         for group in optimizer.param_groups:

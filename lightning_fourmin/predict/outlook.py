@@ -69,8 +69,8 @@ class Outlook:
             f"T = S * N * e {now.T:,.0f} = {now.S:,.1f} * {now.N} * {now.e:.3f} samples/s",
             f"{self.training.epochs} epochs     {num_steps:,} steps, "
             + (f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"),
-            f"best          {best.algorithm}, fusion_mb={best.fusion_mb:g}, pieces of {best.chunk_mb:g} MiB: "
-            f"{best.step_ms:.1f} ms; the paper's hybrid "
+            f"best          {best.algorithm}, fusion_mb={best.fusion_mb:g}, pieces of {best.chunk_mb:g} MiB (by "
+            f"table): {best.step_ms:.1f} ms; the paper's hybrid "
             f"with switch_mb={best.switch_mb:g}: {best.switch_step_ms:.1f} ms",
             "by algorithm  " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.by_algorithm.items()),
             "",

@@ -3,15 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lightning_fourmin.comm.algorithms import usable_algorithms
+from lightning_fourmin.comm.algorithms import IN_PIECES, usable_algorithms
 from lightning_fourmin.comm.cost import Link, Links
 from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.table import CHUNK_BYTES
 from lightning_fourmin.predict.scenario import COMPARED, Scenario
-from lightning_fourmin.predict.step import IN_PIECES
 from lightning_fourmin.predict.stragglers import Stragglers
 
-FUSION_MB = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+FUSION_MB = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 CHUNK_MB = (CHUNK_BYTES / MIB, 4.0, 16.0, 64.0)
 SWITCH_MB = tuple(4.0**power / 1024 for power in range(9))
 """1 KiB to 64 MiB."""

@@ -21,9 +21,6 @@ from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.predict.profile import Profile
 from lightning_fourmin.predict.resources import Cores, Gaps, Wire
 
-IN_PIECES = ("hierarchical", "torus")
-"""Algorithms whose large buckets the engine cuts."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -132,7 +129,7 @@ def _cut(bucket: Bucket, plan: Plan) -> list[tuple[str, int]]:
     itemsize = plan.wire_itemsize or bucket.dtype.itemsize
     numel = bucket.num_bytes // bucket.dtype.itemsize
     algorithm = plan.table.choose(numel * itemsize)
-    num_pieces = max(1, -(-numel * itemsize // plan.table.chunk_bytes)) if algorithm in IN_PIECES else 1
+    num_pieces = plan.table.num_pieces(algorithm, numel * itemsize)
     smaller, num_larger = divmod(numel, num_pieces)
     sizes = [(smaller + (number < num_larger)) * itemsize for number in range(num_pieces)]
     return [(algorithm, num_bytes) for num_bytes in sizes if num_bytes]

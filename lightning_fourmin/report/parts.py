@@ -10,6 +10,8 @@ from pathlib import Path
 
 METRICS_NAME = "metrics.csv"
 CHECKPOINTS_NAME = "checkpoints"
+SLURM_CHECKPOINTS = "hpc_ckpt_*.ckpt"
+"""What Lightning goes on from by itself in a job of SLURM."""
 RESUMED = "fourmin/resumed"
 """The column that says where a part goes on from a checkpoint; a part without it is a run of its own."""
 _EARLIER = re.compile(r"metrics-(\d+)\.csv")
@@ -32,10 +34,15 @@ def make_room(folder: Path, resumed: Path | None) -> None:
         last.rename(_next(folder))
     if resumed is not None and resumed.resolve() == folder.resolve():
         return
-    checkpoints = folder / CHECKPOINTS_NAME
-    if checkpoints.is_dir():
+    checkpoints, of_slurm = folder / CHECKPOINTS_NAME, sorted(folder.glob(SLURM_CHECKPOINTS))
+    if checkpoints.is_dir() or of_slurm:
         number = next(number for number in count(1) if not (folder / f"{CHECKPOINTS_NAME}-{number}").exists())
-        checkpoints.rename(folder / f"{CHECKPOINTS_NAME}-{number}")
+        aside = folder / f"{CHECKPOINTS_NAME}-{number}"
+        if checkpoints.is_dir():
+            checkpoints.rename(aside)
+        aside.mkdir(exist_ok=True)
+        for file in of_slurm:
+            file.rename(aside / file.name)
     if resumed is not None:
         for file in metrics_files(resumed):
             shutil.copyfile(file, _next(folder))
