@@ -136,15 +136,24 @@ def test_fewer_samples_than_ranks_is_an_error_on_all(ranks: RankPool, tmp_path: 
     }
 
 
+def test_more_and_fewer_ranks_with_the_same_batch_a_rank(ranks: RankPool, path: str, tmp_path: Path) -> None:
+    two, three = str(tmp_path / "2.ckpt"), str(tmp_path / "3.ckpt")
+    first = ranks.run(train, "fourmin", path, 3, save_path=two, max_steps=2, world=2)
+    second = ranks.run(train, "fourmin", path, 3, two, three, max_steps=3, world=3)
+    third = ranks.run(train, "fourmin", path, 3, ckpt_path=three, world=1)
+    assert sorted(numbers([*first, *second, *third], epoch=0)) == list(range(NUM_SAMPLES))
+    assert sorted(numbers(third, epoch=1)) == list(range(NUM_SAMPLES))
+
+
 def resume_error(path: str, ckpt_path: str) -> str:
     with pytest.raises(ShardError) as caught:
-        train("fourmin", path, 3, ckpt_path=ckpt_path)
+        train("fourmin", path, 7, ckpt_path=ckpt_path)
     return str(caught.value)
 
 
-def test_another_global_batch_is_refused_on_all_ranks(ranks: RankPool, path: str, tmp_path: Path) -> None:
+def test_a_rest_that_fills_no_batch_is_refused_on_all_ranks(ranks: RankPool, path: str, tmp_path: Path) -> None:
     ckpt_path = str(tmp_path / "2.ckpt")
     ranks.run(train, "fourmin", path, 3, save_path=ckpt_path, max_steps=2, world=2)
     answers = ranks.run(resume_error, path, ckpt_path, world=3)
     assert len(answers) == 3
-    assert all("with global_batch 6, but this run has 9" in answer for answer in answers)
+    assert all("the 18 samples that are left of epoch 0 do not fill the global batch of 21" in a for a in answers)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor
@@ -152,11 +152,57 @@ def test_a_second_fit_goes_on_with_the_next_epoch(path: str, whole: Counting) ->
     assert module.seen == whole.seen
 
 
-def test_another_global_batch_is_refused_in_mid_epoch_only(path: str, tmp_path: Path) -> None:
+class Ends(Callback):
+    """After which batches an epoch was over, and how many steps there had been."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, int]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.seen.append((trainer.is_last_batch, trainer.global_step))
+
+
+@pytest.mark.parametrize("reads_estimate", [False, True])
+@pytest.mark.parametrize(
+    ("batch_size", "num_accumulated", "ends"),
+    [
+        (5, 1, [(False, 3), (True, 4)]),
+        # The same samples a step, as on half the ranks.
+        (2, 2, [(False, 2), (False, 3), (False, 3), (False, 4), (False, 4), (True, 5)]),
+        (12, 1, [(True, 3)]),
+    ],
+)
+def test_another_global_batch_in_mid_epoch(
+    path: str,
+    tmp_path: Path,
+    batch_size: int,
+    num_accumulated: int,
+    ends: list[tuple[bool, int]],
+    reads_estimate: bool,
+) -> None:
+    saved, first = tmp_path / "some.ckpt", Counting()
+    trainer(max_steps=2, callbacks=[SaveAt(saved, "batch", 2)]).fit(first, numbers_module(path, BATCH_SIZE))
+    module, seen = Counting(reads_estimate), Ends()
+    training = trainer(max_epochs=2, accumulate_grad_batches=num_accumulated, callbacks=[seen])
+    training.fit(module, numbers_module(path, batch_size), ckpt_path=saved)
+    assert seen.seen[: len(ends)] == ends
+    before, after = ([number for epoch, batch in one.seen if epoch == 0 for number in batch] for one in (first, module))
+    # 20 of 23 samples fill batches of 4; of the 12 that are left no batch of 5 has the last two.
+    assert len({*before, *after}) == len(before) + len(after) == 8 + 12 // batch_size * batch_size
+    second = [batch for epoch, batch in module.seen if epoch == 1]
+    whole_step = batch_size * num_accumulated
+    assert sum(map(len, second)) == NUM_SAMPLES // whole_step * whole_step
+
+
+def test_another_global_batch_that_the_rest_does_not_fill(path: str, tmp_path: Path) -> None:
     for hook, at in (("batch", 2), ("epoch", NUM_BATCHES)):
         fit(path, callbacks=[SaveAt(tmp_path / f"{hook}.ckpt", hook, at)])
+    with pytest.raises(
+        ShardError, match="the 12 samples that are left of epoch 0 do not fill the global batch of 13: "
+    ):
+        trainer().fit(Counting(), numbers_module(path, 13), ckpt_path=tmp_path / "batch.ckpt")
     with pytest.raises(ShardError, match="after 2 batches of epoch 0 with global_batch 4, but this run has 5"):
-        trainer().fit(Counting(), numbers_module(path, 5), ckpt_path=tmp_path / "batch.ckpt")
+        trainer(limit_train_batches=3).fit(Counting(), numbers_module(path, 5), ckpt_path=tmp_path / "batch.ckpt")
     module = Counting()
     trainer(max_epochs=2).fit(module, numbers_module(path, 5), ckpt_path=tmp_path / "epoch.ckpt")
     assert [(epoch, len(batch)) for epoch, batch in module.seen] == [(1, 5)] * 4

@@ -197,7 +197,6 @@ def test_a_state_from_the_end_of_an_epoch_starts_the_next(split: Split, folder: 
 @pytest.mark.parametrize(
     ("name", "there", "change"),
     [
-        ("global_batch", "4", {"deal": Deal(2, 4, 1)}),
         ("seed", "5", {"seed": 6}),
         ("window", "8", {"window": 9}),
         ("remainder", "'drop'", {"remainder": "wrap"}),

@@ -177,6 +177,34 @@ def test_any_chain_of_worlds_reads_every_sample_once(
     assert Counter(seen) == expected
 
 
+@given(st.integers(1, 120), st.sampled_from(["drop", "wrap"]), st.data())
+def test_any_chain_of_global_batches_reads_no_sample_twice(
+    num_samples: int, remainder: Remainder, data: st.DataObject
+) -> None:
+    deal = data.draw(DEALS)
+    left = deal.epoch(num_samples, remainder)
+    seen: list[int] = []
+    while left:
+        num_batches = data.draw(st.integers(1, deal.num_batches(left)))
+        for rank in range(deal.world):
+            seen += flat(batches(deal.train(left, rank))[:num_batches])
+        left = deal.left(left, num_batches)
+        deal = data.draw(DEALS)
+        whole = deal.epoch(num_samples, remainder)
+        rest = deal.rest(left, whole, remainder, num_samples)
+        assert deal.num_batches(rest) <= deal.num_batches(whole)
+        if remainder == "drop":
+            assert 0 <= len(positions(left)) - len(positions(rest)) < deal.global_batch
+            assert positions(rest) == positions(left)[: len(positions(rest))]
+        else:
+            assert positions(rest)[: len(positions(left))] == positions(left)
+        left = rest
+    if remainder == "drop":
+        assert len(seen) == len(set(seen))
+    else:
+        assert set(seen) == set(range(num_samples))
+
+
 @pytest.mark.parametrize("num_batches", [0, 7])
 def test_what_is_left_of_many_ranks_is_short(num_batches: int) -> None:
     deal = Deal(world=512, batch_size=2, num_workers=4)

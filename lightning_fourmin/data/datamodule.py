@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import default_collate
 from typing_extensions import override
@@ -170,19 +171,22 @@ class ShardDataModule(LightningDataModule):
     def train_dataloader(self) -> ShardLoader:
         if self.trainer and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._loader(EvalLoader, "train", window=0)
-        kwargs: dict[str, Any] = {"window": self._window, "remainder": self._remainder}
-        kwargs["num_accumulated"] = self._num_accumulated
-        if self.trainer:
-            limit = self.trainer.limit_train_batches
-            num_taken = limit if isinstance(limit, int) else int(limit * self.batches_per_epoch)
-            kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
-        loader = self._loader(TrainLoader, "train", **kwargs)
+        loader = self._make_train_loader()
         if self._state is not None:
             loader.go_on(self._state)
             self._state = None
         self._train_loader = loader
         self._waited_s, self._num_waits = 0.0, 0
         return loader
+
+    def _make_train_loader(self) -> TrainLoader:
+        kwargs: dict[str, Any] = {"window": self._window, "remainder": self._remainder}
+        kwargs["num_accumulated"] = self._num_accumulated
+        if self.trainer:
+            limit = self.trainer.limit_train_batches
+            num_taken = limit if isinstance(limit, int) else int(limit * self.batches_per_epoch)
+            kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
+        return self._loader(TrainLoader, "train", **kwargs)
 
     @override
     def val_dataloader(self) -> EvalLoader:
@@ -204,6 +208,14 @@ class ShardDataModule(LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or not state_dict.get("left"):
+            return
+        # Lightning counts the batches of the epoch, of which ranks with another global batch have another number.
+        shift = self._make_train_loader().go_on(state_dict) - state_dict["num_batches"]
+        progress = trainer._checkpoint_connector._loaded_checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for name in progress["current"]:
+            progress["current"][name] += shift
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -70,12 +70,12 @@ class Deal:
         step = self.global_batch * num_accumulated
         if num_samples < step:
             step = self.global_batch
-        num_whole, num_over = divmod(num_samples, step)
-        if remainder == "drop":
-            return joined([Stretch(0, num_whole * step)])
-        num_missing = -num_over % step
-        laps, rest = divmod(num_missing, num_samples)
-        return joined([Stretch(0, num_samples)] * (1 + laps) + [Stretch(0, rest)])
+        return _filled((Stretch(0, num_samples),), step, remainder, num_samples)
+
+    def rest(self, left: Stretches, whole: Stretches, remainder: Remainder, num_samples: int) -> Stretches:
+        """What other ranks left of an epoch, in whole global batches of these; no more than the `whole` line has."""
+        filled = _filled(left, self.global_batch, remainder, num_samples)
+        return cut(filled, [min(num_positions(filled), num_positions(whole))])[0]
 
     def num_batches(self, stretches: Stretches) -> int:
         """Batches that each rank has of a line of whole global batches."""
@@ -120,3 +120,12 @@ class Deal:
                 lanes[rank * self.num_workers + worker], [taken[worker], lane_sizes[worker] - taken[worker]]
             )[1]
         )
+
+
+def _filled(stretches: Stretches, size: int, remainder: Remainder, num_samples: int) -> Stretches:
+    """A whole number of parts of a size: what is over is dropped, or the part filled from the start of the line."""
+    num_whole, num_over = divmod(num_positions(stretches), size)
+    if remainder == "drop":
+        return cut(stretches, [num_whole * size])[0]
+    laps, missing = divmod(-num_over % size, num_samples)
+    return joined([*stretches, *[Stretch(0, num_samples)] * laps, Stretch(0, missing)])

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_fourmin.data.dataset import Delivery, ShardDataset
 from lightning_fourmin.data.deal import Deal, Remainder, Ticket
-from lightning_fourmin.data.order import Stretch
+from lightning_fourmin.data.order import Stretch, num_positions
 from lightning_fourmin.data.parent import end_with_parent, leave_signals_to_parent
 from lightning_fourmin.data.sample import ShardError
 
@@ -195,6 +195,7 @@ class TrainLoader(ShardLoader):
             "epoch": self._epoch,
             "num_batches": num_batches,
             "left": [list(stretch) for stretch in left],
+            "global_batch": self._deal.global_batch,
             **self._identity(),
         }
 
@@ -203,10 +204,17 @@ class TrainLoader(ShardLoader):
         self.go_on(state)
         self._restored = True
 
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Continues where another loader was, if what it had left can be dealt to the ranks of this one."""
-        if state["left"]:
-            for name, here in self._identity().items():
+    def go_on(self, state: dict[str, Any]) -> int:
+        """Continues where another loader was, and gives the number of batches that the epoch has had by that.
+
+        On ranks with another global batch that is another number: what is left is dealt to them.
+        """
+        left = tuple(Stretch(*stretch) for stretch in state["left"])
+        if left:
+            fixed = self._identity()
+            if self._num_taken != self._num_batches:
+                fixed["global_batch"] = self._deal.global_batch
+            for name, here in fixed.items():
                 if state[name] != here:
                     raise ShardError(
                         f"the checkpoint was written after {state['num_batches']} batches of epoch {state['epoch']} "
@@ -214,13 +222,19 @@ class TrainLoader(ShardLoader):
                         f"{name}; set it so, or resume from a checkpoint of the end of an epoch"
                     )
         self._begin(state["epoch"])
-        self._left = tuple(Stretch(*stretch) for stretch in state["left"])
-        self._num_before = state["num_batches"]
+        self._left = self._deal.rest(left, self._whole, self._remainder, self._dataset.split.num_samples)
+        if left and not self._left:
+            raise ShardError(
+                f"the {num_positions(left)} samples that are left of epoch {state['epoch']} do not fill the global "
+                f"batch of {self._deal.global_batch}: lower batch_size, or resume from a checkpoint of the end of an "
+                "epoch"
+            )
+        self._num_before = self._num_batches - self._deal.num_batches(self._left) if left else state["num_batches"]
+        return self._num_before
 
     def _identity(self) -> dict[str, Any]:
         """What must not change within an epoch."""
         return {
-            "global_batch": self._deal.global_batch,
             "seed": self._dataset.seed,
             "window": self._dataset.window,
             "remainder": self._remainder,
