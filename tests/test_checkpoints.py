@@ -25,7 +25,7 @@ from torch import nn
 
 from counting import Counting, numbers_module
 from half_training import trainer
-from lightning_fourmin import LARS, FourMinPrecision, FourMinStrategy, PreemptionCheckpoint
+from lightning_fourmin import LARS, FourMinPrecision, FourMinStrategy, PreemptionCheckpoint, ScalingMonitor
 from lightning_fourmin.checkpoints import PART, AtomicCheckpointIO, CheckpointError
 from pool import RankPool
 from ranks import rank_env
@@ -318,7 +318,9 @@ def questions_before_batches(path: str, callbacks: list[Callback]) -> int:
 
 def test_lightnings_broadcast_before_every_batch_is_spared(ranks: RankPool, path: str) -> None:
     assert ranks.run(questions_before_batches, path, [], world=2) == [16] * 2
-    assert ranks.run(questions_before_batches, path, [PreemptionCheckpoint()], world=2) == [0] * 2
+    for callbacks in ([PreemptionCheckpoint()], [PreemptionCheckpoint(), ScalingMonitor()]):
+        assert ranks.run(questions_before_batches, path, callbacks, world=2) == [0] * 2
+        assert ranks.run(questions_before_batches, path, callbacks[::-1], world=2) == [0] * 2
 
 
 def save_at_address(path: str) -> list[str]:

@@ -135,17 +135,37 @@ def test_resumed_rates_go_on(tmp_path: Path, num_steps: int) -> None:
     assert torch.load(path, weights_only=True)["lr_schedulers"][0]["last_epoch"] == num_steps
 
 
-def test_a_resumed_run_has_the_options_that_it_is_given(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_options_that_it_is_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "some.ckpt"
     fit(classifier(), callbacks=[SaveAfter(path, 6)], max_epochs=1)
     module = classifier(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), weight_decay=0.01)
-    rates = fit(module, path)
+    with caplog.at_level("INFO"):
+        rates = fit(module, path)
+    said = "Other options than those of the checkpoint: "
+    (changes,) = [r.message.removeprefix(said).rstrip(".").split(", ") for r in caplog.records if said in r.message]
+    assert sorted(changes) == ["lr 0.4 -> 0.1", "momentum 0.9 -> 0.5", "weight_decay 0.0002 -> 0.01"]
     plan = PolySchedule(warmup_steps=3).plan(0.1 * 4 / 8, None, 6, 12)
     assert rates == pytest.approx([plan.lr(step) for step in range(6, 12)])
     optimizer = module.trainer.optimizers[0]
     assert [group["momentum"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0]
     assert all(len(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"])
+
+
+class OwnDecay(fm.ImageClassifier):
+    def configure_optimizers(self) -> Any:
+        made: Any = super().configure_optimizers()
+        made["optimizer"].param_groups[0]["weight_decay"] = 0.03
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_what_a_subclass_changes_stays(tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    for ckpt_path in (None, path):
+        module = OwnDecay(small_net(), NUM_CLASSES)
+        fit(module, ckpt_path, callbacks=[SaveAfter(path, 2)])
+        assert module.trainer.optimizers[0].param_groups[0]["weight_decay"] == 0.03
 
 
 def test_a_loss_that_is_not_finite_is_not_left_out() -> None:

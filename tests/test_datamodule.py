@@ -152,6 +152,19 @@ def test_a_second_fit_goes_on_with_the_next_epoch(path: str, whole: Counting) ->
     assert module.seen == whole.seen
 
 
+@pytest.mark.parametrize("how", [{"limit_val_batches": 0}, {"check_val_every_n_epoch": 2}, {}])
+@pytest.mark.parametrize(("hook", "at"), [("epoch", NUM_BATCHES), ("epoch", 2 * NUM_BATCHES), ("batch", 7)])
+def test_resumed_with_max_steps_it_goes_on_as_if_never_stopped(
+    path: str, tmp_path: Path, whole: Counting, how: dict[str, Any], hook: str, at: int
+) -> None:
+    """There Lightning takes an epoch that it goes on with for done, and one at its end for one to go on with."""
+    options = {"max_epochs": -1, "limit_val_batches": 1.0} | how
+    saved = tmp_path / "some.ckpt"
+    first = fit(path, max_steps=at, callbacks=[SaveAt(saved, hook, at)], **options)
+    second = fit(path, saved, max_steps=3 * NUM_BATCHES, **options)
+    assert [batch for _, batch in first.seen + second.seen] == [batch for _, batch in whole.seen]
+
+
 class Ends(Callback):
     """After which batches an epoch was over, and how many steps there had been."""
 

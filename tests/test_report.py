@@ -269,6 +269,8 @@ def test_checkpoints_of_another_run_move_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints-1").iterdir()) == ["hpc_ckpt_1.ckpt", "last.ckpt"]
     # In a job of SLURM Lightning would go on from it by itself.
     (tmp_path / "hpc_ckpt_1.ckpt").touch()
+    make_room(tmp_path, None, slurm_goes_on=True)
+    assert (tmp_path / "hpc_ckpt_1.ckpt").is_file()
     make_room(tmp_path, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints-1", "checkpoints-2"]
 

@@ -55,7 +55,7 @@ def test_validation_in_the_middle_of_a_step_does_not_count(monkeypatch: pytest.M
     clock = iter([20.0, 50.0])
     monkeypatch.setattr("lightning_fourmin.callbacks.scaling_monitor.time.perf_counter", lambda: next(clock))
     monitor, nobody = ScalingMonitor(), cast(Any, None)
-    monitor._start_s = 15.0
+    monitor._start_s, monitor._num_samples = 15.0, 8
     monitor._meter = meter = Meter(torch.device("cpu"))
     monitor.on_validation_start(nobody, nobody)
     with meter.waiting():

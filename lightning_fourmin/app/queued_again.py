@@ -6,9 +6,13 @@ from pathlib import Path
 from lightning_fourmin.app.resume import saved, say
 
 
+def is_queued_again() -> bool:
+    return bool(int(os.environ.get("SLURM_RESTART_COUNT", 0)))
+
+
 def folder_to_go_on_in(folder: Path) -> str | None:
     """The run's own folder if an earlier start of this job has saved in it."""
-    if not int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+    if not is_queued_again():
         return None
     if saved(folder):
         say(f"SLURM has queued this job again: it goes on in {folder}")

@@ -23,6 +23,7 @@ from lightning_fourmin.app.closing import closing_lines
 from lightning_fourmin.app.job import external_rank, train
 from lightning_fourmin.app.launch import RankError, message_of, run_ranks
 from lightning_fourmin.app.machine import hardware, versions
+from lightning_fourmin.app.queued_again import is_queued_again
 from lightning_fourmin.app.restart import overrides_of_restart, remember_run
 from lightning_fourmin.app.resume import run_of, saved
 from lightning_fourmin.app.settle import num_local_ranks, settled
@@ -114,7 +115,7 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     try:
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
-        make_room(folder, run_of(plain["resume"]))
+        make_room(folder, run_of(plain["resume"]), slurm_goes_on=is_queued_again())
         remember_run(folder)
         if external_rank() is None:
             run_ranks(train, plain, num_local_ranks(plain["trainer"]))

@@ -43,7 +43,7 @@ class PreemptionCheckpoint(Callback):
     validation, and save and end after the first step of the next. Validation inside an epoch is finished before they
     ask. Asked before the first step, they end without a file. Lightning's own handler broadcasts from wherever the
     signal finds a rank, which blocks if the others are elsewhere; this callback takes its place. It also takes that of
-    the broadcast with which Lightning asks before every batch: ranks then wait for each other in all-reduces only.
+    the broadcast with which Lightning asks before every batch, so that ranks do not wait for each other there.
 
     The same on SLURM when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where Lightning saves
     from the midst of a step: then the job is queued again, too, and a second file lies where Lightning looks for it, so

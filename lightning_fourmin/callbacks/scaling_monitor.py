@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_fourmin.callbacks.preemption import ASK_BEFORE_BATCH
 from lightning_fourmin.comm.meter import Communication, Meter, TakenTimes
 from lightning_fourmin.strategy import FourMinStrategy
 
@@ -108,8 +109,8 @@ class ScalingMonitor(Callback):
         if isinstance(trainer.strategy, FourMinStrategy):
             self._meter = trainer.strategy.measure_communication()
         if self._meter is not None:
-            loop: Any = trainer.fit_loop.epoch_loop
-            loop._broadcast_sigterm_tensor = _timed(loop._broadcast_sigterm_tensor, self._meter)
+            loop = trainer.fit_loop.epoch_loop
+            vars(loop)[ASK_BEFORE_BATCH] = _timed(getattr(loop, ASK_BEFORE_BATCH), self._meter)
         # A run that goes on in the middle of an epoch is not told that one starts.
         self._begin_step()
 
@@ -125,10 +126,13 @@ class ScalingMonitor(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Of a step that accumulates, what came before validation still counts.
-        self._start_s += time.perf_counter() - self._paused_s
         if self._meter is not None:
             self._meter.paused = False
+        if self._num_samples:
+            # Of a step that accumulates, what came before validation still counts.
+            self._start_s += time.perf_counter() - self._paused_s
+        else:
+            self._begin_step()
 
     def _begin_step(self) -> None:
         self._start_s = time.perf_counter()
@@ -212,7 +216,7 @@ class ScalingMonitor(Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
-        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
         if self._meter is not None:
             self._meter.undisturbed = self._meter.paused = False
         self._meter = None

@@ -186,6 +186,7 @@ class ShardDataModule(LightningDataModule):
             limit = self.trainer.limit_train_batches
             num_taken = limit if isinstance(limit, int) else int(limit * self.batches_per_epoch)
             kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
+            kwargs["max_steps"] = self.trainer.max_steps != -1
         return self._loader(TrainLoader, "train", **kwargs)
 
     @override

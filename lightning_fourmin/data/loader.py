@@ -132,9 +132,10 @@ class TrainLoader(ShardLoader):
         num_accumulated: int = 1,
         epoch: int = 0,
         num_taken: int | None = None,
+        max_steps: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`num_accumulated` is the number of batches a step.
+        """`num_accumulated` is the number of batches a step, `max_steps` whether the Trainer has a number of them.
 
         `num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all.
         """
@@ -149,9 +150,14 @@ class TrainLoader(ShardLoader):
                 f"({deal.world} ranks x {deal.batch_size}): lower batch_size or set remainder='wrap'"
             )
         self._num_taken = self._num_batches if num_taken is None else num_taken
+        self._max_steps = max_steps
         self._begin(epoch)
         self._restored = False
-        """Whether Lightning has said where to go on, which counts more than the epoch that it says next."""
+        """Whether it was said where to go on, which counts more than the epoch that Lightning says next."""
+        self._over = False
+        """Whether Lightning, as it does with max_steps, goes on with an epoch that has nothing left."""
+        self._num_ahead = 0
+        """Epochs that Lightning counts more than we: with max_steps it takes one that it goes on with for done."""
 
     @property
     def sampler(self) -> "TrainLoader":
@@ -160,10 +166,14 @@ class TrainLoader(ShardLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch, unless that is the one under way."""
-        # Lightning counts an epoch that max_steps ended as done, and yet goes on in its middle.
-        if epoch != self._epoch and not self._restored:
-            self._begin(epoch)
-        self._restored = False
+        if self._restored:
+            self._restored = False
+            self._over = self._max_steps and not self._left and epoch > self._epoch
+            self._num_ahead = epoch - self._epoch if self._left or self._over else 0
+            return
+        self._over = False
+        if epoch - self._num_ahead != self._epoch:
+            self._begin(epoch - self._num_ahead)
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
@@ -181,6 +191,8 @@ class TrainLoader(ShardLoader):
     @override
     def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first batch is asked for: Lightning tells the epoch after it has made the iterator.
+        if self._over:
+            return
         if self._num_delivered or not self._left:
             self._begin(self._epoch + 1)
         for batch in self._batches(self._deal.train(self._left, self._rank).tickets(self._epoch)):
@@ -230,6 +242,7 @@ class TrainLoader(ShardLoader):
                 "epoch"
             )
         self._num_before = self._num_batches - self._deal.num_batches(self._left) if left else state["num_batches"]
+        self._restored = bool(left)
         return self._num_before
 
     def _identity(self) -> dict[str, Any]:

@@ -78,8 +78,8 @@ class ImageClassifier(LightningModule):
         self._optimizer, self._schedule = optimizer or DEFAULT_OPTIMIZER, schedule or DEFAULT_SCHEDULE
         self._weight_decay, self._decay_all = weight_decay, decay_all
         self._label_smoothing, self._compile = label_smoothing, compile
-        self._group_options: list[dict[str, Any]] = []
-        """What was asked for, which a checkpoint's may differ from."""
+        self._asked_for: list[dict[str, Any]] = []
+        """Options of each group of the optimizer, before a checkpoint brings its own."""
         self.rate_plan: RatePlan | None = None
         """Known when training starts, since only then the number of steps is."""
         # Not without those that are not finite: that would be the loss of other samples.
@@ -140,22 +140,39 @@ class ImageClassifier(LightningModule):
             groups = [{"params": list(self.net.named_parameters()), "weight_decay": self._weight_decay}]
         optimizer = self._optimizer(groups)
         scheduler = LambdaLR(optimizer, lambda step: self._lr_factor(step))
-        self._group_options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _lr_factor(self, step: int) -> float:
         return 1.0 if self.rate_plan is None else self.rate_plan.lr(step) / self.rate_plan.base_lr
 
     @override
+    def on_fit_start(self) -> None:
+        names = {"initial_lr", "weight_decay", "trust_coefficient", *getattr(self._optimizer, "keywords", {})}
+        groups = self.trainer.optimizers[0].param_groups
+        self._asked_for = [{name: group[name] for name in names & group.keys()} for group in groups]
+
+    def _take_what_was_asked_for(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
+        """A run that goes on has the options of its checkpoint up to here."""
+        changes = []
+        for group, options in zip(optimizer.param_groups, self._asked_for, strict=False):
+            changes += [
+                f"{name.removeprefix('initial_')} {group[name]} -> {value}"
+                for name, value in options.items()
+                if name != "lr" and group[name] != value
+            ]
+            group.update(options)
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        if changes:
+            rank_zero_info(f"Other options than those of the checkpoint: {', '.join(dict.fromkeys(changes))}.")
+
+    @override
     def on_train_start(self) -> None:
         """Plans the rates; not earlier: asking Lightning for the number of steps before would lose a resumed epoch."""
         optimizer, scheduler = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(scheduler, LambdaLR)
-        # A run that goes on has the options of its checkpoint up to here.
-        for group, options in zip(optimizer.param_groups, self._group_options, strict=True):
-            group.update(options)
-        scheduler.base_lrs = [options["initial_lr"] for options in self._group_options]
-        base_lr: float = self._group_options[0]["initial_lr"]
+        if self.trainer.ckpt_path is not None:
+            self._take_what_was_asked_for(optimizer, scheduler)
+        base_lr = optimizer.param_groups[0]["initial_lr"]
         steps_per_epoch, total_steps = self._num_steps()
         self.rate_plan = self._schedule.plan(base_lr, self._global_batch(), steps_per_epoch, total_steps)
         for group in optimizer.param_groups:

@@ -23,18 +23,20 @@ def metrics_files(folder: Path) -> list[Path]:
     return [*_earlier(folder).values(), *([last] if last.is_file() else [])]
 
 
-def make_room(folder: Path, resumed: Path | None) -> None:
+def make_room(folder: Path, resumed: Path | None, slurm_goes_on: bool = False) -> None:
     """Sets the files in `folder` aside, since Lightning's logger begins with an empty one.
 
     A run that goes on from that of another folder takes the curves along from there. One that does not go on from this
-    folder must not be taken for the one that has left checkpoints in it.
+    folder must not be taken for the one that has left checkpoints in it; what an earlier start of the same job of SLURM
+    has left (`slurm_goes_on`) stays.
     """
     last = folder / METRICS_NAME
     if last.is_file():
         last.rename(_next(folder))
     if resumed is not None and resumed.resolve() == folder.resolve():
         return
-    checkpoints, of_slurm = folder / CHECKPOINTS_NAME, sorted(folder.glob(SLURM_CHECKPOINTS))
+    checkpoints = folder / CHECKPOINTS_NAME
+    of_slurm = [] if slurm_goes_on else sorted(folder.glob(SLURM_CHECKPOINTS))
     if checkpoints.is_dir() or of_slurm:
         number = next(number for number in count(1) if not (folder / f"{CHECKPOINTS_NAME}-{number}").exists())
         aside = folder / f"{CHECKPOINTS_NAME}-{number}"
