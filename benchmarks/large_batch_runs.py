@@ -69,7 +69,8 @@ class Row:
     images_per_s: float
     seconds: float
     """Of all its runs."""
-    hardware: Hardware
+    hardware: tuple[Hardware, ...]
+    """Of each run."""
 
     @property
     def mean(self) -> float:
@@ -110,7 +111,7 @@ def _read_row(folder: Path) -> Row:
         skipped=tuple(one.skipped_steps or 0 for one in summaries),
         images_per_s=statistics.median(_known(one.images_per_s) for one in summaries),
         seconds=sum(_known(record.seconds) for record in records),
-        hardware=records[0].hardware,
+        hardware=tuple(record.hardware for record in records),
     )
 
 

@@ -10,4 +10,4 @@ sweep() {
 }
 
 sweep first_seed seed=1 'experiment=glob([alexnet_*,resnet_*])'
-sweep more_seeds seed=2,3 'experiment=glob(alexnet_*,exclude=[alexnet_larger_*,alexnet_baseline_recipe])'
+sweep more_seeds seed=2,3 'experiment=glob(alexnet_*,exclude=alexnet_larger_*)'
