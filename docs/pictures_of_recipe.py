@@ -14,6 +14,8 @@ from lightning_fourmin.recipe import GlobalBatch
 from lightning_fourmin.report.svg import MUTED
 
 IMAGENET_TRAIN = 1_281_167
+MOST_POINTS_BELOW = 10.0
+"""Rows of the large-batch table that are further below the first one are told, not drawn."""
 
 
 def masters() -> tuple[Figure, str]:
@@ -89,7 +91,7 @@ def rates() -> tuple[Figure, str]:
 
 
 def large_batch() -> tuple[Figure, str]:
-    """Top-1 of each row of the large-batch table: a dot a seed, a bar a mean."""
+    """Top-1 of each row of the large-batch table: a dot a seed, a bar a mean; what diverged lies off the picture."""
     kept = results("large_batch").values()
     models = list(dict.fromkeys(row["model"] for row in kept))
     rows = {model: [row for row in kept if row["model"] == model] for model in models}
@@ -97,9 +99,15 @@ def large_batch() -> tuple[Figure, str]:
     figure = Figure(figsize=(9.5, 0.3 * sum(heights) + 0.8 * len(heights)), layout="constrained")
     all_axes = figure.subplots(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, model in zip(all_axes, models, strict=True):
+        least = statistics.fmean(rows[model][0]["top1"]) - MOST_POINTS_BELOW
         for place, row in enumerate(rows[model]):
+            mean = statistics.fmean(row["top1"])
+            if mean < least:
+                text = f"\u25c2 {mean:.1f}"
+                axes.annotate(text, (0.01, place), xycoords=("axes fraction", "data"), va="center", color=ORANGE)
+                continue
             axes.plot(row["top1"], [place] * len(row["top1"]), "o", color=BLUE, ms=6, mew=0, alpha=0.5)
-            axes.plot([statistics.fmean(row["top1"])], [place], "|", color=ORANGE, ms=14, mew=2)
+            axes.plot([mean], [place], "|", color=ORANGE, ms=14, mew=2)
         axes.axvline(statistics.fmean(rows[model][0]["top1"]), color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
         axes.set_yticks(range(len(rows[model])), [f"{row['title']} ({row['batch']:,})" for row in rows[model]])
         axes.set_ylim(len(rows[model]) - 0.5, -0.5)
