@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_fourmin.comm.algorithms import STAGES, Route, build_route, phase_ranks
+from lightning_fourmin.comm.algorithms import STAGES, Route, build_route
 from lightning_fourmin.comm.collectives import (
     BackendCollectives,
     Collectives,
@@ -34,7 +34,7 @@ from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.meter import Meter
 from lightning_fourmin.comm.scaling import scales
 from lightning_fourmin.comm.shared import SharedArena
-from lightning_fourmin.comm.stall import StallWatch, Wait, listed
+from lightning_fourmin.comm.stall import StallWatch, Wait
 from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.trace import Trace, now_ns
@@ -191,18 +191,13 @@ class Engine:
         deadline = time.monotonic() + (0.0 if self._error is not None else JOIN_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        still_running = any(thread.is_alive() for thread in self._threads) or not self._device_is_done(deadline)
+        # On CUDA a rank that stopped early may have left others in collectives that were launched.
+        finish = self._streams.get("finish")
+        while finish is not None and not finish.query() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        still_running = any(thread.is_alive() for thread in self._threads) or not (finish is None or finish.query())
         if self._error is not None or self._under_way or still_running:
             self._groups.clean = False
-
-    def _device_is_done(self, deadline: float) -> bool:
-        """Whether all that was launched there has ended: a rank that stopped early may have left others waiting."""
-        finish = self._streams.get("finish")
-        while finish is not None and not finish.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
 
     def _open_arena(self, shared_bytes: int) -> SharedArena | None:
         """Shared memory for the ranks of this rank's group, if they are on one node and the table uses groups."""
@@ -266,12 +261,8 @@ class Engine:
         return [self._wait_of(*busy) for busy in list(self._busy.values())]
 
     def _wait_of(self, since_s: float, piece: Piece) -> Wait:
-        algorithm = piece.bucket.route.algorithm
-        what = f"bucket {piece.bucket.index}, phase {piece.phase} of the {algorithm} all-reduce"
-        if piece.phase != "finish":
-            ranks = phase_ranks(algorithm, piece.phase, self.topology, self._rank)
-            what += f" among {listed(ranks)}"
-        return Wait(since_s, what, None if piece.pending is None else piece.pending.missing_rank)
+        missing_rank = None if piece.pending is None else piece.pending.missing_rank
+        return Wait(since_s, piece.where(self.topology, self._rank), missing_rank)
 
     def _advance(self, piece: Piece, stage: str, first: bool) -> None:
         start_ns = now_ns()

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_fourmin.comm.algorithms import Route
+from lightning_fourmin.comm.algorithms import Route, phase_ranks
 from lightning_fourmin.comm.collectives import Transfer
 from lightning_fourmin.comm.meter import BucketTimes
 from lightning_fourmin.comm.shared import Slot
+from lightning_fourmin.comm.stall import listed
+from lightning_fourmin.comm.topology import Topology
 
 
 class BucketUnderWay:
@@ -55,3 +57,11 @@ class Piece:
         self.phase = ""
         """The phase that it is in: the one that `pending` is of, once that is waited for."""
         self.pending_phase, self.pending_ns, self.queued_ns = "", 0, 0
+
+    def where(self, topology: Topology, rank: int) -> str:
+        """What this rank has it in, and with whom, for people."""
+        algorithm = self.bucket.route.algorithm
+        text = f"bucket {self.bucket.index}, phase {self.phase} of the {algorithm} all-reduce"
+        if self.phase == "finish":
+            return text
+        return f"{text} among {listed(phase_ranks(algorithm, self.phase, topology, rank))}"
