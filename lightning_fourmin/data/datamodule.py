@@ -246,10 +246,11 @@ class ShardDataModule(LightningDataModule):
             return
         waited_s, self._waited_s = loader.wait_s - self._waited_s, loader.wait_s
         num_waits, self._num_waits = self._num_waits, 0
-        num_skipped = torch.tensor(float(loader.num_skipped), device=trainer.strategy.root_device)
+        num_skipped = float(loader.num_skipped)
         if self._on_error == "skip":
-            num_skipped = trainer.strategy.reduce(num_skipped, reduce_op="sum")
-        metrics = {"data_wait_ms": 1e3 * waited_s / num_waits, "data_skipped": float(num_skipped)}
+            mine = torch.tensor(num_skipped, device=trainer.strategy.root_device)
+            num_skipped = float(trainer.strategy.reduce(mine, reduce_op="sum"))
+        metrics = {"data_wait_ms": 1e3 * waited_s / num_waits, "data_skipped": num_skipped}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
