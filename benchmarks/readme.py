@@ -33,7 +33,7 @@ def steps() -> str:
         times = data[f"{name}_fc_heavy"]
         pairs = (("ddp", "fourmin"), ("ddp", "fourmin_fp16"), ("ddp_fp16", "fourmin_fp16"))
         rows.append([title, *(f"{paired_ratio(times[theirs], times[ours]).median:.2f}" for theirs, ours in pairs)])
-    return table(["nodes x ranks, link", "FP32 wire / ddp", "FP16 wire / ddp", "FP16 wire / fp16_compress"], rows)
+    return table(["nodes x ranks, link", "FP32 wire, x ddp", "FP16 wire, x ddp", "FP16 wire, x fp16_compress"], rows)
 
 
 def paper() -> str:

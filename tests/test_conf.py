@@ -93,6 +93,8 @@ def test_imagenet_experiments_are_the_published_recipes() -> None:
     config = composed("experiment=imagenet_alexnet_64k")
     assert (config.global_batch, config.trainer.max_epochs, config.optim.weight_decay) == (65536, 95, 5e-4)
     assert config.model.model_options == {"image_size": 227, "bn5": True, "dropout": 0.5}
+    assert config.data.batch_size * 1024 == config.global_batch
+    assert composed("experiment=imagenet_resnet50_64k").data.batch_size * 2048 == 65536
 
 
 @pytest.fixture(scope="module")

@@ -145,7 +145,7 @@ def test_table_from_the_files_of_runs(tmp_path: Path) -> None:
         in text
     )
     # One seed borrows the median deviation of the others, 1.0.
-    assert "| -0.5 (spread 1.4) | DOES NOT SHOW: within the spread |" in text
+    assert "| -0.5 (spread 1.4) | DOES NOT SHOW: within the spread (one seed) |" in text
     assert "-2.00 points from the small batch; MISSES the goal of at most 1.41 below" in text
     assert "FP16 is -2.00 points from FP32; MISSES" in text
     assert "- resnet_small: not run." in text
@@ -159,4 +159,5 @@ def test_verdicts() -> None:
     assert Comparison(-0.1, 0.2).verdict("not lower") == "shows"
     assert Comparison(-0.3, 0.2).verdict("not lower") == "DOES NOT SHOW: lower"
     assert Comparison(-0.3, math.nan).verdict("not lower") == "not judged: one seed"
+    assert Comparison(-0.3, 0.2, one_seed=True).verdict("lower") == "shows (one seed)"
     assert set(RECIPES_IN_FP32) == set(MODELS)

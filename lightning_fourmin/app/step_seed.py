@@ -20,4 +20,8 @@ class StepSeed(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         place = [self._seed, trainer.global_rank, trainer.current_epoch, batch_idx]
-        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
+        seed = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0])
+        # Not torch.manual_seed, which notes the seed, and a stack, for every kind of device that is not used.
+        torch.default_generator.manual_seed(seed)
+        if pl_module.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
