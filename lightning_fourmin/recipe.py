@@ -172,6 +172,15 @@ class StepSchedule(Schedule):
     """What the rate is multiplied with, each time."""
 
     @override
+    def plan(self, lr: float, batch: GlobalBatch | None, steps_per_epoch: float, total_steps: int) -> RatePlan:
+        if self.epochs and steps_per_epoch == math.inf:
+            raise ValueError(
+                f"epochs={self.epochs}, but the train loader does not know how long an epoch is: take PolySchedule or "
+                "CosineSchedule"
+            )
+        return super().plan(lr, batch, steps_per_epoch, total_steps)
+
+    @override
     def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
         return peak_lr * self.factor ** sum(epoch >= at for at in self.epochs)
 

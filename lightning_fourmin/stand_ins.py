@@ -11,10 +11,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from typing_extensions import override
 
 from lightning_fourmin.norm_layers import NORM_LAYERS
 
+_IN_FP32 = (*NORM_LAYERS, ParametrizationList)
+"""Keep their parameters: a weight that is computed (spectral norm) is so in FP32, and products round the result."""
 _Copies = dict[tuple[bool, bool], dict[Tensor, Tensor]]
 """By what a copy is good for (gradients, inference mode) and by master: tied weights share a copy."""
 
@@ -53,7 +56,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
 
 class StandIns:
-    """The copies of one module; norm layers keep their FP32 parameters."""
+    """The copies of one module; norm layers and computed weights keep their FP32 parameters."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
@@ -70,7 +73,7 @@ class StandIns:
         replaced = [
             (layer, layer._parameters)
             for layer in self._module.modules()
-            if layer._parameters and not isinstance(layer, NORM_LAYERS)
+            if layer._parameters and not isinstance(layer, _IN_FP32)
         ]
         for layer, masters in replaced:
             layer.__dict__["_parameters"] = _Parameters(masters, self._dtype, self._copies)

@@ -96,9 +96,8 @@ class FourMinStrategy(ResilientDDPStrategy):
 
     @property
     def topology(self) -> Topology:
-        """Who is where, gathered from all ranks on first use: a collective call. A tuned table may use other groups."""
-        if self._topology is None:
-            self._topology = Topology.build(gathered(self.node_rank), self._options.group_size)
+        """Who is where, known when the ranks have met. A tuned table may use other groups."""
+        assert self._topology is not None
         return self._topology
 
     @property
@@ -147,10 +146,18 @@ class FourMinStrategy(ResilientDDPStrategy):
         super().setup_environment()
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
-                f"the process group has {dist.get_world_size()} ranks but the Trainer expects {self.world_size}: a "
-                "group of an earlier run is still alive, or launcher and Trainer disagree; make devices x num_nodes "
-                "equal to the ranks that were started, and run each job of a sweep in a process of its own"
+                f"the process group has {dist.get_world_size()} ranks but the launcher says {self.world_size}: it is "
+                "of an earlier run; run each job of a sweep in a process of its own"
             )
+        places = gathered((self.node_rank, self.num_processes))
+        node_of = [node for node, _ in places]
+        for node, asked_for in places:
+            if node_of.count(node) != asked_for:
+                raise RuntimeError(
+                    f"node {node} runs {node_of.count(node)} ranks but its Trainer asks for {asked_for}: make devices "
+                    "equal to the ranks that the launcher starts on a node (on SLURM `srun` with --ntasks-per-node)"
+                )
+        self._topology = Topology.build(node_of, self._options.group_size)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -320,9 +327,9 @@ class FourMinStrategy(ResilientDDPStrategy):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        if self._trace is not None and self.lightning_module is not None:
-            self._trace.write_merged(Path(self.lightning_module.trainer.default_root_dir) / "fourmin_trace.json")
-            self._trace = None
+        trace, self._trace = self._trace, None
+        if trace is not None and self.lightning_module is not None:
+            trace.write_merged(self.lightning_module.trainer.default_root_dir)
         self._late_buffers = None
         super().teardown()
 

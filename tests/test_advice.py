@@ -1,6 +1,6 @@
 """Will it help? The sentences that `fourmin tune` ends with."""
 
-from lightning_fourmin.comm.advice import sentence_for, sentence_without_model
+from lightning_fourmin.app.advice import sentence_for, sentence_without_model
 from lightning_fourmin.comm.table import AllReduceTable, Row
 
 

@@ -251,6 +251,22 @@ class AtEveryStep(PreemptionCheckpoint):
     interval_s = 0.0
 
 
+class AskedWhileItAsks(AtEveryStep):
+    """One rank gets its SIGTERM when it has told the others that it has none."""
+
+    def _agree(self, trainer: Trainer) -> None:
+        reduce = trainer.strategy.reduce
+
+        def asked_now(*args: Any, **kwargs: Any) -> Any:
+            if trainer.global_rank == 1 and trainer.global_step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return reduce(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.strategy, "reduce", asked_now)
+            super()._agree(trainer)
+
+
 class AtTheEndOfEpochs(PreemptionCheckpoint):
     """The next question would come after more steps than the run has."""
 
@@ -294,6 +310,12 @@ def test_sigterm_at_one_rank_saves_and_ends_all(ranks: RankPool, path: str, tmp_
     for (weights, _), (expected, _) in zip(second, undisturbed, strict=True):
         assert torch.equal(weights, expected)
     assert numbers([*first, *second]) == numbers(undisturbed)
+
+
+def test_sigterm_while_ranks_ask_each_other_is_answered_next_time(ranks: RankPool, path: str, tmp_path: Path) -> None:
+    answers = ranks.run(train, path, [AskedWhileItAsks(tmp_path)], world=2)
+    assert [code for code, _ in answers] == [143, 143]
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 2
 
 
 @pytest.mark.parametrize(("asked_at", "num_steps"), [(2, 5), (7, 8)])

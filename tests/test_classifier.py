@@ -55,10 +55,12 @@ class Rates(Callback):
         self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def fit(module: fm.ImageClassifier, ckpt_path: Path | None = None, **kwargs: Any) -> list[float]:
+def fit(
+    module: fm.ImageClassifier, ckpt_path: Path | None = None, *, batch_size: int = 4, **kwargs: Any
+) -> list[float]:
     rates = Rates()
     training = trainer(callbacks=[rates, *kwargs.pop("callbacks", [])], **kwargs)
-    training.fit(module, DataLoader(images(NUM_TRAIN), 4), DataLoader(images(NUM_VAL), 5), ckpt_path=ckpt_path)
+    training.fit(module, DataLoader(images(NUM_TRAIN), batch_size), DataLoader(images(NUM_VAL), 5), ckpt_path=ckpt_path)
     return rates.seen
 
 
@@ -133,6 +135,17 @@ def test_resumed_rates_go_on(tmp_path: Path, num_steps: int) -> None:
     assert fit(classifier(), path) == expected[num_steps:]
     # The checkpoint holds plain values: torch's safe loader takes it.
     assert torch.load(path, weights_only=True)["lr_schedulers"][0]["last_epoch"] == num_steps
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 8])
+def test_a_run_resumed_with_another_batch_is_as_far_in_its_decay(tmp_path: Path, batch_size: int) -> None:
+    path = tmp_path / "last.ckpt"
+    schedule = PolySchedule(warmup_epochs=0.5, end_lr=0.0)
+    module = classifier(schedule=schedule)
+    fit(module, max_epochs=1)
+    module.trainer.save_checkpoint(path)
+    whole = fit(classifier(schedule=schedule), batch_size=batch_size)
+    assert fit(classifier(schedule=schedule), path, batch_size=batch_size) == whole[len(whole) // 2 :]
 
 
 def test_a_resumed_run_has_the_options_that_it_is_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -293,7 +306,7 @@ class Endless(IterableDataset[Any]):
 
 def test_loaders_without_a_length() -> None:
     loader = DataLoader(Endless(), batch_size=None)
-    module = classifier(schedule=StepSchedule())
+    module = classifier(schedule=StepSchedule(epochs=()))
     training = trainer(max_epochs=-1, max_steps=3, limit_val_batches=0)
     training.fit(module, loader, loader)
     assert module.rate_plan is not None

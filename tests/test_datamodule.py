@@ -216,6 +216,8 @@ def test_another_global_batch_that_the_rest_does_not_fill(path: str, tmp_path: P
         trainer().fit(Counting(), numbers_module(path, 13), ckpt_path=tmp_path / "batch.ckpt")
     with pytest.raises(ShardError, match="after 2 batches of epoch 0 with global_batch 4, but this run has 5"):
         trainer(limit_train_batches=3).fit(Counting(), numbers_module(path, 5), ckpt_path=tmp_path / "batch.ckpt")
+    # A limit above the epoch's length limits nothing.
+    trainer(limit_train_batches=99).fit(Counting(), numbers_module(path, 5), ckpt_path=tmp_path / "batch.ckpt")
     module = Counting()
     trainer(max_epochs=2).fit(module, numbers_module(path, 5), ckpt_path=tmp_path / "epoch.ckpt")
     assert [(epoch, len(batch)) for epoch, batch in module.seen] == [(1, 5)] * 4

@@ -58,21 +58,22 @@ def _mean_and_largest(bucket: Bucket, world: int) -> tuple[Tensor, Tensor]:
     return gradients.mean(0), gradients.abs().amax(0)
 
 
-def topology(group_size: int | None = None) -> Topology:
+def topology(group_size: int | None = None, node_of: Sequence[int] | None = None) -> Topology:
     nodes = current_case().nodes
-    return Topology.build([node for node, size in enumerate(nodes) for _ in range(size)], group_size)
+    return Topology.build(node_of or [node for node, size in enumerate(nodes) for _ in range(size)], group_size)
 
 
 @contextmanager
 def engine(
     algorithm: str | None = None,
     group_size: int | None = None,
+    node_of: Sequence[int] | None = None,
     timeout_s: float = 60.0,
     chunk_bytes: int = CHUNK_BYTES,
     **kwargs: Any,
 ) -> Iterator[Engine]:
     """An engine as the strategy builds it; without an algorithm small, middle and large buckets take different ones."""
-    where = topology(group_size)
+    where = topology(group_size, node_of)
     if algorithm is not None:
         table = AllReduceTable.from_cost_model(where, "gloo").only(algorithm)
     else:
@@ -129,6 +130,22 @@ def test_means_of_all_sizes_and_dtypes(ranks: RankPool, nodes: tuple[int, ...], 
     for case in by_rank[0]:
         # One rounding into the wire, one a sum, one out of it; the ring rounds at every hop.
         check([answers[case] for answers in by_rank], case, largest_error=2 + sum(nodes))
+
+
+def reduce_on(node_of: list[int], group_size: int | None) -> dict[str, list[tuple[str, float]]]:
+    answers = {}
+    for algorithm, shared_bytes in product(("hierarchical", "torus"), (0, 5 * LARGE)):
+        with engine(algorithm, group_size, node_of, shared_bytes=shared_bytes) as made:
+            answers[f"{algorithm} {shared_bytes}"] = reduce_all(made, [Bucket(n, torch.float32, n) for n in SMALL])
+    return answers
+
+
+@pytest.mark.parametrize(("node_of", "group_size"), [([1, 1, 0, 0], None), ([0, 1, 0, 1], None), ([0, 1, 0, 1], 4)])
+def test_nodes_in_any_order(ranks: RankPool, node_of: list[int], group_size: int | None) -> None:
+    """mpirun sorts nodes by their names, and srun may deal ranks to nodes in turn."""
+    by_rank = ranks.run(reduce_on, node_of, group_size, world=4)
+    for case in by_rank[0]:
+        check([answers[case] for answers in by_rank], case, largest_error=6)
 
 
 def reduce_many(

@@ -1,8 +1,10 @@
 """A rank that is killed: the others end soon, with an error that names it; nothing is left behind."""
 
+import gc
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -68,6 +70,36 @@ def test_survivors_say_what_went_wrong_on_another_rank(ranks: RankPool, tmp_path
     assert texts[1] == "ValueError: a bug of the user"
     for text in (texts[0], texts[2]):
         assert "Error: rank 1 failed: ValueError: a bug of the user; resume from the last checkpoint" in text
+
+
+class Pruned(Exception):
+    """What all ranks raise, one after the other."""
+
+
+class PrunedLate(Net):
+    def on_after_backward(self) -> None:
+        time.sleep(0.3 * self.global_rank)
+        raise Pruned("not worth going on")
+
+
+def fit_and_prune(num_fits: int) -> tuple[list[str], int]:
+    """The errors, and how many threads there are more than after the first fit."""
+    errors, num_threads = [], []
+    for _ in range(num_fits):
+        try:
+            rank_trainer(FourMinStrategy(), max_epochs=1).fit(PrunedLate(), images(2))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        # As a driver of trials does; the Trainer of a fit that failed holds on to much.
+        gc.collect()
+        num_threads.append(len(os.listdir("/proc/self/task")))
+    return errors, num_threads[-1] - num_threads[0]
+
+
+def test_an_error_of_all_ranks_stays_their_own_and_leaves_nothing(ranks: RankPool) -> None:
+    for errors, num_more in ranks.run(fit_and_prune, 4, world=2):
+        assert errors == ["Pruned: not worth going on"] * 4
+        assert num_more <= 0
 
 
 def call_because_of_data() -> str:

@@ -26,8 +26,13 @@ def noisy(table: AllReduceTable, share: float) -> AllReduceTable:
 
 @pytest.mark.parametrize(
     ("topology", "fitted", "stated"),
-    [(SEVERAL, ("inside", "between"), "inside_backend"), (ONE, ("inside", "inside_backend"), "between")],
-    ids=["nodes", "one node"],
+    [
+        (SEVERAL, ("inside", "between"), "inside_backend"),
+        (ONE, ("inside", "inside_backend"), "between"),
+        (Topology.build([0, 1, 2]), ("between",), "inside"),
+        (Topology.build([0, 0, 0], group_size=1), ("inside_backend",), "inside"),
+    ],
+    ids=["nodes", "one node", "nodes of one rank", "groups of one rank"],
 )
 def test_links_of_a_cost_model_are_found_again(topology: Topology, fitted: tuple[str, ...], stated: str) -> None:
     found = fit_links(AllReduceTable.from_cost_model(topology, "gloo", LINKS), topology)

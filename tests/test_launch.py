@@ -38,7 +38,9 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.Monke
     # What an earlier launcher may have left in the environment.
     monkeypatch.setenv("NODE_RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "9")
-    with pytest.raises(RankError, match="rank 1 ended with SIGKILL"):
+    with pytest.raises(
+        RankError, match=r"rank 1 ended with SIGKILL: the machine may be out of memory; lower data\.batch_size"
+    ):
         run_ranks(write_environment_then_die, {"folder": str(tmp_path)}, 2)
     for rank in range(2):
         pid, *environment = (tmp_path / f"rank{rank}.txt").read_text().split()

@@ -2,7 +2,9 @@
 
 import json
 import pickle
+import random
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,39 @@ def test_augmentation_depends_on_seed_epoch_and_sample_only(split: Split, folder
     assert len(set(one.values())) == NUM_SAMPLES
     for other in (draws(2, 5, Deal(1, 4, 1)), draws(1, 6, Deal(1, 4, 1))):
         assert not set(other.values()) & set(one.values())
+
+
+def draw_by_others(sample: Sample, rng: np.random.Generator) -> torch.Tensor:
+    return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
+
+
+def test_ranks_draw_different_numbers_without_the_generator_too(split: Split, folder: Path) -> None:
+    deal = Deal(2, 2, 1)
+    drawn = []
+    for rank in range(deal.world):
+        torch.manual_seed(3)
+        (batch,) = islice(train_loader(split, folder, rank, deal, processes=True, transform=draw_by_others), 1)
+        drawn.append(batch)
+    assert (drawn[0] != drawn[1]).all()
+
+
+def test_a_missing_shard_is_skipped_the_same_way_on_any_ranks_and_resumed(tmp_path: Path) -> None:
+    split = write_numbers(tmp_path, [24, 24, 24])
+    (tmp_path / split.shards[1].name).unlink()
+    by_ranks = []
+    for world in (1, 2, 4):
+        deal = Deal(world, 8 // world, 1)
+        loaders = [train_loader(split, tmp_path, rank, deal, on_error="repeat", window=4) for rank in range(world)]
+        batches = [take(loader) for loader in loaders]
+        assert [len(one) for one in batches] == [9] * world
+        assert sum(loader.num_skipped for loader in loaders) == 24
+        by_ranks.append({number for one in batches for batch in one for number in batch})
+        loader = train_loader(split, tmp_path, 0, deal, on_error="repeat", window=4)
+        first = take(loader, 4)
+        resumed = train_loader(split, tmp_path, 0, deal, on_error="repeat", window=4)
+        resumed.load_state_dict(loader.state_dict())
+        assert [*first, *take(resumed)] == batches[0]
+    assert all(len(numbers) == 48 for numbers in by_ranks)
 
 
 def test_too_few_samples(split: Split, folder: Path) -> None:

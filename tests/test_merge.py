@@ -18,6 +18,7 @@ from lightning_fourmin.comm.cuts import Cuts, cuts_path, read_cuts, write_cuts
 from lightning_fourmin.comm.fusion import FusionPlan
 from lightning_fourmin.comm.merge import ReadyGradient, merge
 from lightning_fourmin.comm.table import cached_table_path
+from lightning_fourmin.comm.topology import Topology
 from pool import RankPool
 from training import Regression, data, rank_trainer
 
@@ -186,7 +187,7 @@ def fit_with_cuts(cuts: Cuts, **strategy_kwargs: Any) -> tuple[str, str]:
     strategy = FourMinStrategy(**strategy_kwargs)
     trainer = rank_trainer(strategy, max_steps=3)
     # Only rank 0 has the file: nodes may have discs of their own.
-    path = cuts_path(cached_table_path(strategy.topology, "gloo"), parameters(module))
+    path = cuts_path(cached_table_path(Topology.build([0, 0]), "gloo"), parameters(module))
     if dist.get_rank() == 0:
         write_cuts(path, cuts, "by hand")
     dist.barrier()
@@ -214,5 +215,9 @@ def test_next_start_uses_the_cuts_on_all_ranks(ranks: RankPool) -> None:
     assert asked == [(how, "torus")] * 2
     given = ranks.run(fit_with_cuts, replace(cuts, algorithm="torus"), fusion_mb=1.0)
     assert given == [("1 buckets, fusion threshold 1 MiB", by_table)] * 2
+    # Of groups that the table may have; of other nodes.
+    assert ranks.run(fit_with_cuts, replace(cuts, topology_key="nodes1x2_groups2x1")) == [(how, by_table)] * 2
+    for other, _ in ranks.run(fit_with_cuts, replace(cuts, topology_key="nodes2x1_groups2x1")):
+        assert other.startswith("1 buckets, fusion threshold ")
     for error, _ in ranks.run(fit_with_cuts, Cuts((-1,))):
         assert "does not say where to cut buckets" in error

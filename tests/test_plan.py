@@ -272,6 +272,10 @@ def test_training_time(scenario: Scenario) -> None:
             "algorithm='butterfly' is not known: choose one of hybrid, ring, hierarchical, torus",
         ),
         (["algorithm=torus", "group_size=7"], "algorithm='torus' is not in the table of nodes8x8_groups9x7+1x1"),
+        (
+            ["algorithm=ring", "switch_mb=1"],
+            "switch_mb=1 is the switch of algorithm=hybrid, but algorithm=ring: drop one",
+        ),
         (["wire_dtype=int8"], "wire_dtype=int8 is not known: choose one of fp32, fp16, bf16"),
         (["layer_times=guessed"], "layer_times=guessed is not known: choose scaled or measured"),
         (

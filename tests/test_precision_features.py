@@ -198,7 +198,18 @@ class Sequence(Net):
         return self(batch[0])
 
 
-@pytest.mark.parametrize("net_type", [InTurns, TwoOptimizers, Regularised, Checkpointed, Scheduled, Sequence])
+class Parametrized(Net):
+    """Weights that are computed from others, with buffers in FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.utils.parametrizations.spectral_norm(self.conv)
+        self.head = nn.utils.parametrizations.weight_norm(self.head)
+
+
+@pytest.mark.parametrize(
+    "net_type", [InTurns, TwoOptimizers, Regularised, Checkpointed, Scheduled, Sequence, Parametrized]
+)
 def test_trains_as_in_fp32(net_type: type[LightningModule]) -> None:
     check_close_to_fp32(net_type)
 

@@ -154,7 +154,7 @@ class Branching(nn.Linear):
             Unused(nn.Linear(4, 4), nn.Linear(4, 4)),
             r"Unused cannot be profiled: 1.bias \(1 of 2\) gets no gradient; freeze",
         ),
-        (nn.Linear(4, 4).requires_grad_(False), r"output \(Tensor\) holds no tensor to differentiate: give a loss"),
+        (nn.Linear(4, 4).requires_grad_(False), r"output \(Tensor\) holds no tensor to differentiate: return one"),
         (
             Branching(4, 4),
             r"Branching cannot be traced with an input of \(2, 4\) .*measured instead \(layer_times=meas",

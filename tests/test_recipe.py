@@ -52,6 +52,14 @@ def test_linear_scaling_counts_accumulation() -> None:
         assert plan.lr(math.ceil(epoch * 156)) == pytest.approx(3.2 * share)
 
 
+def test_falling_at_epochs_needs_their_length() -> None:
+    with pytest.raises(
+        ValueError, match=r"epochs=\(30, 60, 80\), but the train loader does not know how long an epoch"
+    ):
+        StepSchedule().plan(0.1, None, math.inf, 100)
+    assert StepSchedule(epochs=()).plan(0.1, None, math.inf, 100).lr(99) == 0.1
+
+
 def test_cosine() -> None:
     plan = CosineSchedule(end_lr=0.2, warmup_epochs=1).plan(2.0, None, 10, 29)
     assert plan.lr(10) == 2

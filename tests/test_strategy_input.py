@@ -245,8 +245,19 @@ def fit_in_environment_of_three() -> str:
 
 def test_process_group_of_another_size_is_refused(ranks: RankPool) -> None:
     for error in ranks.run(fit_in_environment_of_three):
-        assert error.startswith("RuntimeError: the process group has 2 ranks but the Trainer expects 3")
-        assert "make devices x num_nodes equal to the ranks that were started" in error
+        assert error.startswith(
+            "RuntimeError: the process group has 2 ranks but the launcher says 3: it is of an earlier"
+        )
+
+
+def fit_on_three_devices() -> str:
+    return error_of_fit({}, nn.Linear(4, 4), devices=3)
+
+
+def test_fewer_tasks_than_devices_are_refused(ranks: RankPool) -> None:
+    """As on SLURM without srun, where one task would train alone."""
+    for error in ranks.run(fit_on_three_devices):
+        assert error.startswith("RuntimeError: node 0 runs 2 ranks but its Trainer asks for 3: make devices equal to")
 
 
 @pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])

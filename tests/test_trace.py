@@ -121,7 +121,7 @@ def die_before_the_end(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_fourmin.comm.trace.GATHER_S", 1.0)
-        trace.write_merged(folder / "fourmin_trace.json")
+        trace.write_merged(str(folder))
 
 
 def test_a_dead_rank_is_named_and_the_others_are_kept(ranks: RankPool, tmp_path: Path) -> None:
@@ -140,7 +140,13 @@ def long_trace(folder: Path) -> None:
         trace.align(torch.device("cpu"))
         for number in range(100):
             trace.add("main", f"step {number}", trace_module.now_ns())
-        trace.write_merged(folder / "fourmin_trace.json")
+        trace.write_merged(str(folder))
+
+
+def test_a_trace_that_cannot_be_written_does_not_undo_a_fit(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks.run(traced_fit, tmp_path / "file", world=2)
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_memory_is_bounded_by_keeping_the_last_spans(ranks: RankPool, tmp_path: Path) -> None:

@@ -129,10 +129,15 @@ def test_options_of_the_model_are_those_of_the_net() -> None:
     net = options.build_net()
     assert net is not None
     assert "bn5" not in dict(net.named_children())
-    assert options.sample_shape == [3, 16, 16]
-    larger = replace(options, model_options={"image_size": 24})
-    larger.check()
-    assert larger.sample_shape == [3, 24, 24]
+    assert options.sample_shape(net) == [3, 16, 16]
+    for other, side in (
+        (replace(options, model_options={"image_size": 24}), 24),
+        (replace(options, image_size=None), 32),
+    ):
+        other.check()
+        net = other.build_net()
+        assert net is not None
+        assert other.sample_shape(net) == [3, side, side]
 
 
 def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fourmin import FourMinStrategy
+from lightning_fourmin.app.curves import draw
 from lightning_fourmin.comm import tuner
-from lightning_fourmin.comm.curves import draw
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, Row, cached_table_path, sizes_up_to
 from lightning_fourmin.comm.topology import Topology

@@ -11,3 +11,5 @@ sweep() {
 
 sweep first_seed seed=1 'experiment=glob([alexnet_*,resnet_*])'
 sweep more_seeds seed=2,3 'experiment=glob(alexnet_*,exclude=alexnet_larger_*)'
+# FP16 and FP32 are closer than three seeds tell.
+sweep fp16_seeds seed=4,5 experiment=alexnet_bn5,alexnet_fp16

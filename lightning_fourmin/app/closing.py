@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_fourmin.app.resume import override, saved
 from lightning_fourmin.report.page import PAGE_NAME
-from lightning_fourmin.report.run_files import RunRecord, Summary
+from lightning_fourmin.report.run_files import ERROR_NAME, RunRecord, Summary
 from lightning_fourmin.report.words import plural
 
 
@@ -21,7 +21,8 @@ def closing_lines(record: RunRecord, folder: Path) -> list[str]:
         rest = going_on if saved(folder) else "nothing was saved yet"
         return [f"fourmin train: {how}; {rest}"]
     if record.status == "failed":
-        return [f"fourmin train: {record.error}", f"  traceback: {where}/error.txt"]
+        details = [f"  traceback: {where}/{ERROR_NAME}"] if (folder / ERROR_NAME).is_file() else []
+        return [f"fourmin train: {record.error}", *details]
     rows = [*_figures(record.summary), ("time", f"{record.seconds:,.0f} s"), ("report", f"{where}/{PAGE_NAME}")]
     return ["", *(f"  {name:12}{text}" for name, text in rows)]
 

@@ -16,8 +16,8 @@ from lightning_fourmin.app.quiet import hush
 from lightning_fourmin.app.recorder import RunRecorder
 from lightning_fourmin.app.step_seed import StepSeed
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
-from lightning_fourmin.callbacks.preemption import SIGTERM_HANDLER, set_handler
 from lightning_fourmin.lars import LARS
+from lightning_fourmin.trainer_parts import SIGTERM_HANDLER, set_handler
 
 
 def train(config: dict[str, Any]) -> None:
@@ -76,5 +76,5 @@ def external_rank() -> int | None:
     """The rank that torchrun or srun has started this process as; None: nobody has."""
     if TorchElasticEnvironment.detect():
         return int(os.environ["RANK"])
-    # Inside of an allocation the shell itself is no task.
+    # The shell that salloc opens is no task.
     return int(os.environ["SLURM_PROCID"]) if SLURMEnvironment.detect() and "SLURM_PROCID" in os.environ else None

@@ -87,7 +87,10 @@ def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], n
             raise SIGTERMException(PREEMPTED) from None
         end = f"exit code {error.exit_code}" if isinstance(error, ProcessExitedException) else "an error"
         end = getattr(error, "signal_name", None) or end
-        raise RankError(f"rank {error.error_index} ended with {end}", "") from None
+        hint = (
+            ": the machine may be out of memory; lower data.batch_size or data.num_workers" if end == "SIGKILL" else ""
+        )
+        raise RankError(f"rank {error.error_index} ended with {end}{hint}", "") from None
     except KeyboardInterrupt:
         _end(context)
         raise
@@ -142,7 +145,8 @@ def _rank_main(
     except Exception as error:
         # The first one counts: the others fail because their peer is gone.
         message, details = message_of(error), traceback.format_exc()
-        failures.put(_Failure(message[:MESSAGE_CHARACTERS], details[-DETAILS_CHARACTERS:]))
+        where = f"rank {local_rank}:\n{details[-DETAILS_CHARACTERS:]}"
+        failures.put(_Failure(message[:MESSAGE_CHARACTERS], where))
         raise
 
 

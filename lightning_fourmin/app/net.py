@@ -43,8 +43,16 @@ def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "
     return made
 
 
-def no_input_shape() -> PlanError:
-    return PlanError("input_shape is not given: module needs the shape of one sample, input_shape=[3,224,224] say")
+def sample_shape(
+    net: nn.Module, is_own: bool, input_shape: list[int] | None, image_size: int | None = None
+) -> list[int]:
+    """Of one sample of the net: as given, else that of an image of the size that the net is made for."""
+    if input_shape is not None:
+        return input_shape
+    if is_own:
+        raise PlanError("input_shape is not given: module needs the shape of one sample, input_shape=[3,224,224] say")
+    side = int(getattr(net, "image_size", image_size or 224))
+    return [3, side, side]
 
 
 def unfit_input(module: nn.Module, shape: list[int], error: Exception) -> PlanError:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fourmin.comm.advice import sentence_for
+from lightning_fourmin.app.advice import sentence_for
 from lightning_fourmin.comm.agree import agreed, from_rank_0
 from lightning_fourmin.comm.cuts import Cuts, cuts_path, write_cuts
 from lightning_fourmin.comm.fit import fit_transfer
@@ -75,7 +75,8 @@ class NetTuner:
             best_ms, best = _least(compare("buckets of the default size or cut for this net", both), both)
         path = cuts_path(table_path, parameters)
         main = in_ready_order(parameters)[0][1].dtype
-        found = Cuts(tuple(bucket.num_bytes for bucket in best.buckets if bucket.dtype is main), best.algorithm)
+        cut_bytes = [bucket.num_bytes for bucket in best.buckets if bucket.dtype is main]
+        found = Cuts(tuple(cut_bytes), best.algorithm, self.topology.key)
         made = f"{type(self.net).__name__}, {tuple(self.inputs.shape)}, {self.table.made}"
         from_rank_0(lambda: write_cuts(path, found, made))
         gain = sentence_for(ddp_ms, best_ms, 1e3 * profile.compute_s, self._said(best))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fourmin.app.net import named_model, no_input_shape, own_module, unfit_input
+from lightning_fourmin.app.net import named_model, own_module, sample_shape, unfit_input
 from lightning_fourmin.app.verb import run
 from lightning_fourmin.models import build_model
 from lightning_fourmin.options import WIRE_DTYPES
@@ -76,6 +76,11 @@ def predict(options: PlanOptions) -> Outlook:
         raise PlanError(f"fusion_mb={options.fusion_mb:g} must be 0 (every gradient alone) or more")
     if options.wire_dtype not in WIRE_DTYPES:
         raise PlanError(f"wire_dtype={options.wire_dtype} is not known: choose one of {', '.join(WIRE_DTYPES)}")
+    if options.switch_mb is not None and options.algorithm != "hybrid":
+        raise PlanError(
+            f"switch_mb={options.switch_mb:g} is the switch of algorithm=hybrid, but algorithm={options.algorithm}: "
+            "drop one"
+        )
     cluster, table = Cluster.from_config(options.cluster), None
     if options.table is not None:
         cluster, table = with_table(cluster, Path(options.table))
@@ -113,6 +118,8 @@ def _profiles(options: PlanOptions, cluster: Cluster, module: nn.Module) -> tupl
         sgd, shape = partial(torch.optim.SGD, lr=0.1, momentum=0.9), _input_shape(options, module)
         try:
             profile = measure_profile(module, torch.randn(options.batch_size, *shape), None, sgd)
+        except PlanError:
+            raise
         except UNFIT as error:
             raise unfit_input(module, shape, error) from error
         return profile, profile
@@ -159,9 +166,4 @@ def _peak(module: nn.Module, batch_size: int, options: PlanOptions, cluster: Clu
 
 
 def _input_shape(options: PlanOptions, module: nn.Module) -> list[int]:
-    if options.input_shape is not None:
-        return options.input_shape
-    if options.module is not None:
-        raise no_input_shape()
-    side = int(getattr(module, "image_size", 224))
-    return [3, side, side]
+    return sample_shape(module, options.module is not None, options.input_shape)

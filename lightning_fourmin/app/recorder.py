@@ -46,7 +46,7 @@ class RunRecorder(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not trainer.sanity_checking:
             # Lightning counts the epoch when its validation is over.
-            self._update(summary=_summary(trainer, trainer.current_epoch + 1))
+            self._update(summary=_summary(trainer, trainer.current_epoch + trainer.is_last_batch))
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

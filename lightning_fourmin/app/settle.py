@@ -14,16 +14,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.queued_again import folder_to_go_on_in
-from lightning_fourmin.app.resume import first_whole, newest_runs_first, saved
+from lightning_fourmin.app.resume import first_whole, newest_runs_first, saved, say
 from lightning_fourmin.data.datamodule import ShardDataModule
+from lightning_fourmin.data.digits import DIGITS
 from lightning_fourmin.data.index import INDEX_NAME
 from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.sources import is_url
 from lightning_fourmin.recipe import GlobalBatch
 from lightning_fourmin.report.run_files import Summary
-
-DEMO = "digits"
-"""The experiment, and the data that it is for."""
 
 
 class ConfigError(ValueError):
@@ -67,10 +65,11 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _check_recipe() -> None:
+    # The demo's experiment has the name of its data.
     choices = HydraConfig.get().runtime.choices
-    if choices.get("experiment") == DEMO and choices.get("data") != DEMO:
+    if choices.get("experiment") == DIGITS and choices.get("data") != DIGITS:
         raise ConfigError(
-            f"data={choices['data']}, but image size, rate and length would be those of the demo, experiment={DEMO}: "
+            f"data={choices['data']}, but image size, rate and length would be those of the demo, experiment={DIGITS}: "
             "choose another experiment, or experiment=none and set them yourself"
         )
 
@@ -121,7 +120,9 @@ def _checkpoint(resume: bool | str | int | None, folder: Path) -> str | None:
         if not found or not found[0].is_file():
             missing = f"{path}/checkpoints is empty" if path.is_dir() else f"{path} does not exist"
             raise ConfigError(f"resume={resume}: {missing}; give the folder of a run, or true for the newest")
-    return str(first_whole(found))
+    checkpoint = first_whole(found)
+    say(f"goes on from {checkpoint}")
+    return str(checkpoint)
 
 
 def _check_metric(name: str) -> None:

@@ -31,7 +31,7 @@ from lightning_fourmin.app.verb import give_up, run_hydra
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.report.page import write_report
 from lightning_fourmin.report.parts import make_room
-from lightning_fourmin.report.run_files import RUN_NAME, RunRecord, Status
+from lightning_fourmin.report.run_files import ERROR_NAME, RUN_NAME, RunRecord, Status
 
 EXIT_CODES = {"failed": 1, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 
@@ -111,7 +111,7 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
     status: Status = "done"
     error = None
-    (folder / "error.txt").unlink(missing_ok=True)
+    (folder / ERROR_NAME).unlink(missing_ok=True)
     try:
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
@@ -128,7 +128,8 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     except Exception as failure:
         status, error = "failed", message_of(failure)
         details = failure.details if isinstance(failure, RankError) else traceback.format_exc()
-        (folder / "error.txt").write_text(details)
+        if details:
+            (folder / ERROR_NAME).write_text(details)
     seconds = round(time.monotonic() - start_s, 1)
     record = replace(RunRecord.read(folder), seconds=seconds, status=status, error=error)
     record.write(folder)

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
+from lightning_fourmin.app.advice import sentence_without_model
+from lightning_fourmin.app.curves import draw
 from lightning_fourmin.app.job import external_rank
 from lightning_fourmin.app.launch import RankError, run_ranks
-from lightning_fourmin.app.net import named_model, no_input_shape, own_module, unfit_input
+from lightning_fourmin.app.net import named_model, own_module, sample_shape, unfit_input
 from lightning_fourmin.app.net_tuner import NetTuner
 from lightning_fourmin.app.verb import give_up, run
-from lightning_fourmin.comm.advice import sentence_without_model
 from lightning_fourmin.comm.agree import from_rank_0, gathered
-from lightning_fourmin.comm.curves import draw
 from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
@@ -51,22 +51,23 @@ class TuneOptions:
     module_options: dict[str, Any] | None = None
     input_shape: list[int] | None = None
     num_classes: int = 1000
-    image_size: int = 224
+    image_size: int | None = None
     batch_size: int = 32
     wire_dtype: str | None = None
 
     def check(self) -> None:
         for name in ("devices", "budget_s", "largest_mb", "num_classes", "image_size", "batch_size"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be above 0")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise ValueError(f"wire_dtype={self.wire_dtype} is not known: choose one of null, fp32, fp16, bf16")
         net = self.build_net()
         if net is not None:
+            shape = self.sample_shape(net)
             try:
-                net(torch.randn(2, *self.sample_shape))
+                net(torch.randn(2, *shape))
             except UNFIT as error:
-                raise unfit_input(net, self.sample_shape, error) from error
+                raise unfit_input(net, shape, error) from error
 
     def build_net(self) -> nn.Module | None:
         """The net to tune for, if there is one."""
@@ -77,17 +78,11 @@ class TuneOptions:
         if self.model is None:
             return None
         takes_size = self.model in MODELS and "image_size" in inspect.signature(MODELS[self.model]).parameters
-        size = {"image_size": self.image_size} if takes_size else {}
+        size = {"image_size": self.image_size} if takes_size and self.image_size is not None else {}
         return named_model(self.model, self.num_classes, {**size, **(self.model_options or {})})
 
-    @property
-    def sample_shape(self) -> list[int]:
-        if self.input_shape is not None:
-            return self.input_shape
-        if self.module is not None:
-            raise no_input_shape()
-        side = (self.model_options or {}).get("image_size", self.image_size)
-        return [3, side, side]
+    def sample_shape(self, net: nn.Module) -> list[int]:
+        return sample_shape(net, self.module is not None, self.input_shape, self.image_size)
 
 
 def main() -> None:
@@ -127,6 +122,9 @@ def tune(
     topology = Topology.build(gathered(node_rank), options.group_size)
     groups = ProcessGroups.shared(TIMEOUT)
     wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
+    path = Path(options.out) if options.out else cached_table_path(topology, dist.get_backend())
+    # Now: a folder that cannot be made should not cost a measurement.
+    from_rank_0(lambda: path.parent.mkdir(parents=True, exist_ok=True))
     with _progress("measuring all-reduce", options.budget_s) as progress:
         table = measure_table(
             topology,
@@ -138,17 +136,24 @@ def tune(
             search=options.group_size is None,
             progress=progress,
         )
-    path = Path(options.out) if options.out else cached_table_path(topology, table.backend)
-    told = [str(table), f"links: {table.fit}", from_rank_0(lambda: _write(table, path))]
+    told: list[str] = []
+
+    def tell(*lines: str) -> None:
+        told.extend(lines)
+        if dist.get_rank() == 0:
+            print("\n".join(lines), flush=True)
+
+    tell(str(table), f"links: {table.fit}")
+    tell(from_rank_0(lambda: _write(table, path)))
     net = options.build_net() if net is None else net
     if net is None:
-        told.append(sentence_without_model(table))
+        if earlier := from_rank_0(lambda: [str(cuts) for cuts in sorted(path.parent.glob(f"{path.stem}.*.json"))]):
+            tell(f"cuts that were measured with an earlier table stay in use: {', '.join(earlier)}")
+        tell(sentence_without_model(table))
     else:
-        inputs = torch.randn(options.batch_size, *options.sample_shape, device=device)
+        inputs = torch.randn(options.batch_size, *options.sample_shape(net), device=device)
         tuner = NetTuner(net.to(device), inputs, table.groups_of(topology), table, groups, wire_dtype)
-        told += tuner.tune(path, lambda what: _progress(what, options.budget_s), options.budget_s)
-    if dist.get_rank() == 0:
-        print("\n".join(told), flush=True)
+        tell(*tuner.tune(path, lambda what: _progress(what, options.budget_s), options.budget_s))
     return table, told
 
 

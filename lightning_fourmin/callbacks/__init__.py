@@ -1,1 +1,1 @@
-"""Callbacks that make visible what a run does."""
+"""Callbacks that watch a run, and save or end it where that is due."""

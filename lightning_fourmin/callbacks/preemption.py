@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -17,14 +16,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_fourmin.trainer_parts import ASK_BEFORE_BATCH, REQUEUE_HANDLER, SIGTERM_HANDLER, set_handler
+
 FILE_NAME = "last.ckpt"
 EXIT_CODE = 128 + signal.SIGTERM
 MAX_STEPS = 50
 """Between two questions, however fast steps have been: those to come may be slower."""
-SIGTERM_HANDLER, REQUEUE_HANDLER = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
-"""Lightning's names of what it does at SIGTERM, and when SLURM warns that the time is up."""
-ASK_BEFORE_BATCH = "_broadcast_sigterm_tensor"
-"""Its name of the broadcast before every batch."""
 
 
 class _Asked(IntEnum):
@@ -57,21 +54,24 @@ class PreemptionCheckpoint(Callback):
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self._dirpath = dirpath
+        self._heard = _Asked.NOTHING
+        """What this rank was asked, at any time."""
         self._asked = _Asked.NOTHING
+        """What the ranks know of each other, and act on together."""
         self._step = self._next_step = 0
         self._time_s = 0.0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._asked = _Asked.NOTHING
+        self._heard = self._asked = _Asked.NOTHING
         set_handler(trainer, SIGTERM_HANDLER, self._ask_to_end if stage == "fit" else None)
         set_handler(trainer, REQUEUE_HANDLER, self._ask_to_queue_again if stage == "fit" else None)
 
     def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
-        self._asked = max(self._asked, _Asked.END)
+        self._heard = max(self._heard, _Asked.END)
 
     def _ask_to_queue_again(self, number: int, frame: FrameType | None) -> None:
-        self._asked = _Asked.QUEUE_AGAIN
+        self._heard = _Asked.QUEUE_AGAIN
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,7 +104,7 @@ class PreemptionCheckpoint(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
-        if self._asked:
+        if self._asked or self._heard:
             raise SIGTERMException(EXIT_CODE)
 
     @override
@@ -118,7 +118,7 @@ class PreemptionCheckpoint(Callback):
         """On whether any rank was asked, and on the step of the next question: clocks of ranks differ."""
         step, time_s = trainer.global_step, time.monotonic()
         step_s = (time_s - self._time_s) / max(1, step - self._step)
-        mine = torch.tensor([self._asked, step_s], dtype=torch.float32, device=trainer.strategy.root_device)
+        mine = torch.tensor([self._heard, step_s], dtype=torch.float32, device=trainer.strategy.root_device)
         asked, step_s = trainer.strategy.reduce(mine, reduce_op="max").tolist()
         self._asked, self._step, self._time_s = _Asked(int(asked)), step, time_s
         num_steps = 1 if asked else int(self.interval_s / max(step_s, 1e-6))
@@ -147,12 +147,3 @@ def _queue_again() -> None:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         rank_zero_warn(f"SLURM job {job} is not queued again: {error}; it goes on where it was saved if you do it")
-
-
-def set_handler(trainer: Trainer, name: str, handler: Callable[[int, FrameType | None], None] | None) -> None:
-    """What Lightning registers for a signal before it runs, and takes back at the end, instead of its own `name`."""
-    connector = vars(trainer._signal_connector)
-    if handler is None:
-        connector.pop(name, None)
-    else:
-        connector[name] = handler

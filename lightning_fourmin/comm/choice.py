@@ -51,8 +51,16 @@ def choose_table(
 def choose_cuts(
     asked: str | Path | None, topology: Topology, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> Cuts | None:
-    """What `fourmin tune` found for a module, beside the table; None if it was never asked."""
-    return from_rank_0(lambda: read_cuts(cuts_path(_path(asked, topology), parameters)))
+    """What `fourmin tune` found for a module on such nodes, beside the table; None if it was never asked."""
+    cuts = from_rank_0(lambda: read_cuts(cuts_path(_path(asked, topology), parameters)))
+    # Of a file that was used for other nodes before. Groups may be others, as those of the table.
+    if cuts is not None and cuts.topology_key is not None and _nodes(cuts.topology_key) != _nodes(topology.key):
+        return None
+    return cuts
+
+
+def _nodes(topology_key: str) -> str:
+    return topology_key.partition("_groups")[0]
 
 
 def _path(asked: str | Path | None, topology: Topology) -> Path:

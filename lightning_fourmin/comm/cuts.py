@@ -20,6 +20,8 @@ class Cuts:
     bucket_bytes: tuple[int, ...]
     algorithm: str | None = None
     """None: the table chooses for each bucket."""
+    topology_key: str | None = None
+    """Of the table that they were measured with."""
 
 
 def cuts_path(table_path: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -> Path:
@@ -41,7 +43,7 @@ def read_cuts(path: Path) -> Cuts | None:
         return None
     try:
         found = json.loads(path.read_text())
-        cuts = Cuts(tuple(found["bucket_bytes"]), found.get("algorithm"))
+        cuts = Cuts(tuple(found["bucket_bytes"]), found.get("algorithm"), found.get("topology_key"))
         if not cuts.bucket_bytes or not all(isinstance(n, int) and n > 0 for n in cuts.bucket_bytes):
             raise ValueError("bucket_bytes must be a list of whole numbers above 0")
         if cuts.algorithm not in (None, *ALGORITHMS):

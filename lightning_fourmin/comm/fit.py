@@ -41,7 +41,9 @@ def fit_links(table: AllReduceTable, topology: Topology) -> LinkFit:
     link. Sums cost what is stated: their share cannot be told from that of the bytes.
     """
     stated = DEFAULT_LINKS.get(table.backend, DEFAULT_LINKS["gloo"])
-    names = ("inside", "between") if topology.num_nodes > 1 else ("inside", "inside_backend")
+    names: tuple[str, ...] = ("inside", "between") if topology.num_nodes > 1 else ("inside", "inside_backend")
+    if topology.largest_group == 1:
+        names = names[1:]  # nobody meets inside of a group
     units = [
         replace(NO_LINKS, **{name: unit})  # type: ignore[arg-type]
         for name in names

@@ -49,7 +49,10 @@ class ProcessGroups:
                 continue
             key = (purpose, ranks)
             if key not in self._groups:
-                self._groups[key] = dist.new_group(list(ranks), timeout=self.timeout, group_desc=f"fourmin_{purpose}")
+                # Not sorted: the place among the members is the place in the group.
+                self._groups[key] = dist.new_group(
+                    list(ranks), timeout=self.timeout, group_desc=f"fourmin_{purpose}", sort_ranks=False
+                )
             if dist.get_rank() in ranks:
                 mine = Members(self._groups[key], ranks, ranks.index(dist.get_rank()))
         return mine

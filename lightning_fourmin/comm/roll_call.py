@@ -25,6 +25,8 @@ ANSWER_S = 2.0
 """How long a rank may take to answer: a thread does it, whatever the rank computes."""
 HEARD_S = 2.0
 """How long a rank that leaves waits for the others to hear why: the store may leave with it."""
+SAME_FAULT_S = 1.0
+"""How long a rank that hears of a fault may take to meet it itself: an error that all ranks raise stays their own."""
 LIMIT_S = ANSWER_S + HEARD_S + 2.0
 POLL_S = 0.02
 LONGEST_WAIT = timedelta(days=1)
@@ -49,11 +51,13 @@ class RollCall:
         self._number = max(gathered(self._store.add(f"made/{self._rank}", 1)))
         self._verdict: str | None = None
         self._closed = self._store_is_silent = False
+        self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._attend, name="fourmin-roll-call", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closed = True
+        self._leaving.set()
         if self._store_is_silent:
             return  # a thread that waits for an answer holds the connection, and would have this one wait for it
         with suppress(dist.DistError):
@@ -62,6 +66,7 @@ class RollCall:
 
     def explain(self, error: BaseException) -> None:
         """Puts the rank at fault into the text of an error that other ranks caused, and tells them of any other."""
+        self._leaving.set()
         lost = isinstance(error, LostRankError | dist.DistError) or _BACKEND.search(str(error)) is not None
         own = None if lost else f"rank {self._rank} failed: {type(error).__name__}: {error}"
         # The store's host may be stopped, and then its clients wait without end: in a thread of its own.
@@ -125,7 +130,7 @@ class RollCall:
             store.set(self._key("heard", self._rank), "")
         except dist.DistError:
             self._verdict = self._verdict or _STORE_GONE
-        if not self._closed:
+        if not self._leaving.wait(SAME_FAULT_S):
             self._when_known(LostRankError(self._verdict))
 
     def _wait_for_ring(self, store: dist.Store) -> None:

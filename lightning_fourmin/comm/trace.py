@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 MAX_SPANS_A_RANK = 50_000
 MAX_SPANS = 1_000_000
 """Of all ranks: the trace keeps the last spans of a run."""
+FILE_NAME = "fourmin_trace.json"
 NUM_PINGS = 9
 GATHER_S = 10.0
 CHUNK_BYTES = 1024 * 1024
@@ -109,9 +110,14 @@ class Trace:
             if pings:
                 self._offset_ns = min(pings)[1]
 
-    def write_merged(self, path: Path) -> None:
-        """Rank 0 writes the spans of all ranks that answer in time; the others give theirs through the store."""
-        assert self._store is not None
+    def write_merged(self, folder: str) -> None:
+        """Rank 0 writes the spans of all ranks that answer in time; the others give theirs through the store.
+
+        Where `folder` is an address such as s3://, they go to the folder of now.
+        """
+        path = (Path.cwd() if "://" in folder else Path(folder)) / FILE_NAME
+        if self._store is None:
+            return  # clocks were never compared, for another error
         mine = zlib.compress(json.dumps([self._offset_ns, list(self._spans)]).encode())
         try:
             if self._rank != 0:
@@ -127,7 +133,10 @@ class Trace:
             log.warning("%s has no spans of rank %s: no answer", path, ", ".join(map(str, missing)))
         everyones[0] = mine
         events = [event for rank in sorted(everyones) for event in _events(rank, everyones[rank])]
-        write_whole(path, json.dumps({"traceEvents": events, "metadata": {"ranks_without_spans": missing}}))
+        try:
+            write_whole(path, json.dumps({"traceEvents": events, "metadata": {"ranks_without_spans": missing}}))
+        except OSError as error:
+            log.warning("no trace: %s cannot be written (%s); the training is not affected", path, error.strerror)
 
 
 def _post(store: dist.Store, rank: int, packed: bytes) -> None:

@@ -8,10 +8,10 @@ from typing import IO, cast
 
 from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded
 from lightning_fourmin.data.index import ImageSizes, Shard
+from lightning_fourmin.data.pool import count_one
 from lightning_fourmin.data.sample import Sample, ShardError
 from lightning_fourmin.data.sources import open_source
 from lightning_fourmin.data.tar import TarCursor
-from lightning_fourmin.data.workers import count_one
 
 PIECE_BYTES = 1 << 20
 MAX_CLASSES = 1_000_000

@@ -46,8 +46,8 @@ class ShardDataModule(LightningDataModule):
         window: samples that are shuffled with each other; a worker holds as many in memory, undecoded.
         remainder: what happens to the samples of an epoch that fill no step of all ranks, accumulation included:
             "drop", or "wrap" to fill it with the first ones of the epoch.
-        on_error: "raise" on damaged samples, or "skip" them, counted and logged: in training other samples of the batch
-            stand in for them, in evaluation the batch is smaller.
+        on_error: "raise" on damaged samples, or "skip" them, counted and logged: in training others stand in for them,
+            of the batch or of those that follow it, in evaluation the batch is smaller or left out.
         pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
         collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
         mean: of the images' red, green and blue, each between 0 and 1.
@@ -184,9 +184,10 @@ class ShardDataModule(LightningDataModule):
         kwargs["num_accumulated"] = self._num_accumulated
         if self.trainer:
             limit = self.trainer.limit_train_batches
-            num_taken = limit if isinstance(limit, int) else int(limit * self.batches_per_epoch)
+            num_batches = self.batches_per_epoch
+            num_taken = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
             kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
-            kwargs["max_steps"] = self.trainer.max_steps != -1
+            kwargs["counts_steps"] = self.trainer.max_steps != -1
         return self._loader(TrainLoader, "train", **kwargs)
 
     @override

@@ -1,6 +1,7 @@
 """What a loader's worker does: turns tickets into batches."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from lightning_fourmin.data.deal import Ticket
 from lightning_fourmin.data.index import Split
-from lightning_fourmin.data.order import Line, Stretches
+from lightning_fourmin.data.order import Line, Stretch, Stretches, cut
 from lightning_fourmin.data.reader import stream_lane
 from lightning_fourmin.data.sample import Sample, ShardError
 from lightning_fourmin.notes import add_note
@@ -19,7 +20,7 @@ Transform = Callable[[Sample, np.random.Generator], Any]
 """Makes of a sample what is collated to batches. The generator is seeded by (seed, epoch, sample)."""
 Collate = Callable[[list[Any]], Any]
 OnError = Literal["raise", "repeat", "omit"]
-"""What becomes of a damaged sample: an error, a good one of the batch in its place, or nothing."""
+"""What becomes of a damaged sample: an error, a good one in its place, or nothing."""
 
 
 class Delivery(NamedTuple):
@@ -27,6 +28,8 @@ class Delivery(NamedTuple):
 
     batch: Any
     faults: tuple[str, ...]
+    is_empty: bool = False
+    """Whether there is no batch, for want of samples."""
 
 
 class ShardDataset(Dataset[Delivery | ShardError]):
@@ -54,8 +57,6 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         self._expected: tuple[int, Stretches, int] | None = None
         """Epoch, lane and place in it that the stream stands at."""
         self._rng = np.random.Generator(np.random.Philox(0))
-        self._good: list[Any] = []
-        """What the good samples of the last batch became that had any, if they may have to be repeated."""
 
     @override
     def __getitem__(self, ticket: Ticket) -> Delivery | ShardError:
@@ -71,7 +72,6 @@ class ShardDataset(Dataset[Delivery | ShardError]):
     def _deliver(self, ticket: Ticket) -> Delivery:
         if self._expected != (ticket.epoch, ticket.lane, ticket.first):
             self._stream = stream_lane(self.split, self._folder, self.line(ticket.epoch), ticket.lane, ticket.first)
-            self._good = []
         self._expected = None
         good: list[Any] = []
         faults: list[str] = []
@@ -83,12 +83,25 @@ class ShardDataset(Dataset[Delivery | ShardError]):
                     raise
                 faults.append(str(error))
         self._expected = (ticket.epoch, ticket.lane, ticket.first + ticket.count)
-        if self._on_error == "repeat":
-            self._good = good or self._good
-            good = [*good, *islice(cycle(self._good), len(faults))]
+        if self._on_error == "repeat" and faults:
+            good = [*islice(cycle(good or self._following(ticket)), ticket.count)]
+            if not good:
+                raise ShardError(f"{faults[0]} (and no other sample of the split is good)")
         if not good:
-            raise ShardError(f"{faults[0]} (and no other sample of its batch is good)")
+            return Delivery(None, tuple(faults), is_empty=True)
         return Delivery(self._collate(good), tuple(faults))
+
+    def _following(self, ticket: Ticket) -> list[Any]:
+        """The good samples that come next in the line, whoever's they are: the same ones on any ranks, and resumed."""
+        line = self.line(ticket.epoch)
+        start = cut(ticket.lane, [ticket.first, ticket.count])[1][0].start
+        around = (Stretch(start, self.split.num_samples), Stretch(0, start))
+        return list(islice(self._good(stream_lane(self.split, self._folder, line, around, 0), ticket), ticket.count))
+
+    def _good(self, samples: Iterator[Sample | ShardError], ticket: Ticket) -> Iterator[Any]:
+        for sample in samples:
+            with suppress(ShardError):
+                yield self._apply(sample, ticket.epoch)
 
     def _generator(self, epoch: int, number: int) -> np.random.Generator:
         """As if made for the sample; making one takes many times longer than setting the state of another."""

@@ -4,8 +4,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -56,7 +58,8 @@ class ShardLoader(ABC):
             for fault in delivery.faults:
                 self.num_skipped += 1
                 log.warning("rank %d skipped a sample (%d so far): %s", self._rank, self.num_skipped, fault)
-            yield delivery.batch
+            if not delivery.is_empty:
+                yield delivery.batch
 
     def _start(self, tickets: Iterable[Ticket]) -> Iterator[Delivery | ShardError]:
         self._queue[:] = tickets
@@ -70,7 +73,7 @@ class ShardLoader(ABC):
                 persistent_workers=self._num_workers > 0,
                 pin_memory=self._pin_memory,
                 collate_fn=_as_it_is,
-                worker_init_fn=_bind_to_rank,
+                worker_init_fn=partial(_bind_to_rank, rank=self._rank),
             )
         self._iterator = iter(self._loader)
         return self._iterator
@@ -89,7 +92,9 @@ def _as_it_is(delivery: Any) -> Any:
     return delivery
 
 
-def _bind_to_rank(worker: int) -> None:
+def _bind_to_rank(worker: int, rank: int) -> None:
+    # For transforms that do not use the generator they are given: torch seeds workers alike on all ranks.
+    pl_worker_init_function(worker, rank)
     leave_signals_to_parent()
     # A worker has copies of its rank's connections: the other ranks learn of a death when the last copy is gone.
     end_with_parent()
@@ -132,10 +137,10 @@ class TrainLoader(ShardLoader):
         num_accumulated: int = 1,
         epoch: int = 0,
         num_taken: int | None = None,
-        max_steps: bool = False,
+        counts_steps: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`num_accumulated` is the number of batches a step, `max_steps` whether the Trainer has a number of them.
+        """`num_accumulated`: batches a step; `counts_steps`: whether the run ends after a number of these.
 
         `num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all.
         """
@@ -150,7 +155,7 @@ class TrainLoader(ShardLoader):
                 f"({deal.world} ranks x {deal.batch_size}): lower batch_size or set remainder='wrap'"
             )
         self._num_taken = self._num_batches if num_taken is None else num_taken
-        self._max_steps = max_steps
+        self._counts_steps = counts_steps
         self._begin(epoch)
         self._restored = False
         """Whether it was said where to go on, which counts more than the epoch that Lightning says next."""
@@ -168,7 +173,7 @@ class TrainLoader(ShardLoader):
         """Goes to the start of an epoch, unless that is the one under way."""
         if self._restored:
             self._restored = False
-            self._over = self._max_steps and not self._left and epoch > self._epoch
+            self._over = self._counts_steps and not self._left and epoch > self._epoch
             self._num_ahead = epoch - self._epoch if self._left or self._over else 0
             return
         self._over = False

@@ -15,8 +15,8 @@ from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded
 from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
 from lightning_fourmin.data.journal import Journal, Written
 from lightning_fourmin.data.order import permutation
+from lightning_fourmin.data.pool import count_one, run_tasks
 from lightning_fourmin.data.sample import ShardError
-from lightning_fourmin.data.workers import count_one, run_tasks
 from lightning_fourmin.data.writer import write_shard
 
 log = logging.getLogger(__name__)

@@ -25,6 +25,8 @@ from lightning_fourmin.recipe import GlobalBatch, PolySchedule, RatePlan, Schedu
 # MLPerf's recipe for a batch of 4096, scaled to the batch of the run.
 DEFAULT_OPTIMIZER = partial(LARS, lr=10.0)
 DEFAULT_SCHEDULE = PolySchedule(base_batch=4096, warmup_epochs=5)
+STEPS_PER_EPOCH = "steps_per_epoch"
+"""In a checkpoint: what the steps that its scheduler has counted are by epochs."""
 
 
 class ImageClassifier(LightningModule):
@@ -82,6 +84,8 @@ class ImageClassifier(LightningModule):
         """Options of each group of the optimizer, before a checkpoint brings its own."""
         self.rate_plan: RatePlan | None = None
         """Known when training starts, since only then the number of steps is."""
+        self._steps_per_epoch_before: float | None = None
+        """In the run that a checkpoint is of; None: begun afresh."""
         # Not without those that are not finite: that would be the loss of other samples.
         self.eval_loss = MeanMetric(nan_strategy=math.nan)
         self.top1, self.top5 = (
@@ -151,6 +155,15 @@ class ImageClassifier(LightningModule):
         groups = self.trainer.optimizers[0].param_groups
         self._asked_for = [{name: group[name] for name in names & group.keys()} for group in groups]
 
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.rate_plan is not None:
+            checkpoint[STEPS_PER_EPOCH] = self.rate_plan.steps_per_epoch
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._steps_per_epoch_before = checkpoint.get(STEPS_PER_EPOCH)
+
     def _take_what_was_asked_for(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
         """A run that goes on has the options of its checkpoint up to here."""
         changes = []
@@ -174,6 +187,10 @@ class ImageClassifier(LightningModule):
             self._take_what_was_asked_for(optimizer, scheduler)
         base_lr = optimizer.param_groups[0]["initial_lr"]
         steps_per_epoch, total_steps = self._num_steps()
+        before, self._steps_per_epoch_before = self._steps_per_epoch_before, None
+        if before is not None and math.inf not in (before, steps_per_epoch) and self.trainer.max_steps == -1:
+            # With another batch an epoch has another number of steps, and as many of them lie behind.
+            scheduler.last_epoch = round(scheduler.last_epoch * steps_per_epoch / before)
         self.rate_plan = self._schedule.plan(base_lr, self._global_batch(), steps_per_epoch, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self._lr_factor(scheduler.last_epoch)

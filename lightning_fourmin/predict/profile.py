@@ -169,8 +169,8 @@ def profile_of(
     if missing or not num_bytes:
         what = f"{missing[0]} (1 of {len(missing)}) gets no gradient" if missing else "it has no trainable parameters"
         raise PlanError(
-            f"{type(module).__name__} cannot be profiled: {what}; freeze what is not trained, or give a loss that "
-            "uses every output"
+            f"{type(module).__name__} cannot be profiled: {what}; freeze what is not trained, or return from "
+            "forward every output that is"
         )
     ready: dict[str, list[float]] = {name: [] for name in num_bytes}
     forward: dict[str, list[float]] = {}
@@ -234,7 +234,9 @@ def sum_of(output: Any) -> Tensor:
     """Of all tensors in it: the loss of a net whose own is not known."""
     sums = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums:
-        raise PlanError(f"the module's output ({type(output).__name__}) holds no tensor to differentiate: give a loss")
+        raise PlanError(
+            f"the module's output ({type(output).__name__}) holds no tensor to differentiate: return one from forward"
+        )
     return torch.stack(sums).sum()
 
 

@@ -29,6 +29,8 @@ def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
     links = fit.links
     if "between" not in fit.fitted:  # it is of one node
         links = replace(links, between=cluster.links.between, num_nics=cluster.links.num_nics)
+    if "inside" not in fit.fitted:  # its groups are single ranks
+        links = replace(links, inside=cluster.links.inside)
     name = f"{path.name} ({fit})"
     measured = replace(cluster, name=name, backend=table.backend, ranks_per_node=sizes.pop(), links=links)
     return measured, table

@@ -12,6 +12,7 @@ from lightning_fourmin.comm.table import AllReduceTable
 from lightning_fourmin.files import write_whole
 
 RUN_NAME = "run.json"
+ERROR_NAME = "error.txt"
 FORMAT = 1
 Status = Literal["running", "done", "failed", "interrupted", "preempted"]
 """interrupted: by Ctrl-C; preempted: by SIGTERM."""

@@ -43,6 +43,11 @@ def _start_worker(num_done: "Synchronized[int]") -> None:
     end_with_parent()
 
 
+def _num_cores() -> int:
+    """Of this job, where the system tells: SLURM and containers give it some of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run_tasks(
     work: Callable[[_Task], _Result],
     tasks: Sequence[_Task],
@@ -63,7 +68,7 @@ def run_tasks(
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     pool = ProcessPoolExecutor(
-        min(num_workers or os.cpu_count() or 1, len(tasks)), initializer=_start_worker, initargs=(num_done,)
+        min(num_workers or _num_cores(), len(tasks)), initializer=_start_worker, initargs=(num_done,)
     )
     try:
         # Before the progress bar: it has a thread, and processes are better forked without.

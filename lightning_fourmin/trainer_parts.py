@@ -1,0 +1,20 @@
+"""Parts of a Trainer, by Lightning's own names, that others take the place of."""
+
+from collections.abc import Callable
+from types import FrameType
+
+from lightning.pytorch import Trainer
+
+SIGTERM_HANDLER, REQUEUE_HANDLER = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
+"""What Lightning does at SIGTERM, and when SLURM warns that the time is up."""
+ASK_BEFORE_BATCH = "_broadcast_sigterm_tensor"
+"""Its broadcast before every batch."""
+
+
+def set_handler(trainer: Trainer, name: str, handler: Callable[[int, FrameType | None], None] | None) -> None:
+    """What Lightning registers for a signal before it runs, and takes back at the end, instead of its own `name`."""
+    connector = vars(trainer._signal_connector)
+    if handler is None:
+        connector.pop(name, None)
+    else:
+        connector[name] = handler
