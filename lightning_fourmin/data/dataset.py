@@ -1,7 +1,7 @@
 """What a loader's worker does: turns tickets into batches."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing
 from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple
 
@@ -76,12 +76,13 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         good: list[Any] = []
         faults: list[str] = []
         for sample in islice(self._stream, ticket.count):
-            try:
-                good.append(self._apply(sample, ticket.epoch))
-            except ShardError as error:
-                if self._on_error == "raise":
-                    raise
-                faults.append(str(error))
+            made = self._apply(sample, ticket.epoch)
+            if not isinstance(made, ShardError):
+                good.append(made)
+            elif self._on_error == "raise":
+                raise made
+            else:
+                faults.append(str(made))
         self._expected = (ticket.epoch, ticket.lane, ticket.first + ticket.count)
         if self._on_error == "repeat" and faults:
             good = [*islice(cycle(good or self._following(ticket)), ticket.count)]
@@ -96,12 +97,9 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         line = self.line(ticket.epoch)
         start = cut(ticket.lane, [ticket.first, ticket.count])[1][0].start
         around = (Stretch(start, self.split.num_samples), Stretch(0, start))
-        return list(islice(self._good(stream_lane(self.split, self._folder, line, around, 0), ticket), ticket.count))
-
-    def _good(self, samples: Iterator[Sample | ShardError], ticket: Ticket) -> Iterator[Any]:
-        for sample in samples:
-            with suppress(ShardError):
-                yield self._apply(sample, ticket.epoch)
+        with closing(stream_lane(self.split, self._folder, line, around, 0)) as samples:
+            made = (self._apply(sample, ticket.epoch) for sample in samples)
+            return list(islice((one for one in made if not isinstance(one, ShardError)), ticket.count))
 
     def _generator(self, epoch: int, number: int) -> np.random.Generator:
         """As if made for the sample; making one takes many times longer than setting the state of another."""
@@ -116,15 +114,16 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         return self._rng
 
     def _apply(self, sample: Sample | ShardError, epoch: int) -> Any:
+        """What the transform makes of a sample, or what is wrong with it."""
         if isinstance(sample, ShardError):
-            raise sample
+            return sample
         try:
             return self._transform(sample, self._generator(epoch, sample.number))
-        except ShardError:
-            raise
+        except ShardError as error:
+            return error
         except Exception as error:
             where = f"in the transform of sample {sample.key} of {sample.shard}"
             if self._on_error != "raise":
-                raise ShardError(f"{where}: {type(error).__name__}: {error}") from error
+                return ShardError(f"{where}: {type(error).__name__}: {error}")
             add_note(error, where)
             raise

@@ -1,7 +1,7 @@
 """The stream of samples that a worker reads: shards from end to end, shuffled on the way."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from itertools import islice, tee
 from operator import attrgetter
@@ -12,8 +12,10 @@ from lightning_fourmin.data.sample import Sample, ShardError
 from lightning_fourmin.data.sources import is_url, joined_location, open_source
 from lightning_fourmin.data.tar import TarCursor
 
+Samples = Generator[Sample | ShardError, None, None]
 
-def stream_lane(split: Split, folder: str, line: Line, lane: Stretches, first: int) -> Iterator[Sample | ShardError]:
+
+def stream_lane(split: Split, folder: str, line: Line, lane: Stretches, first: int) -> Samples:
     """The samples of a lane from its `first` on, in the order of the line; what cannot be read comes as the error.
 
     Shards are read from end to end, ahead of the line by a window: for each sample that is handed out another is read.
