@@ -277,8 +277,9 @@ facts, [unc] quoted but unconfirmed.
 ## Points
 {points}
 
-A point that fed the calibration is not a prediction. Where S is not published, the S that the published time implies
-is printed and called derived; nothing else is tuned. Sources contradict each other on e at 2048 GPUs (97 % and 87.9 %):
+A point that fed the calibration is not a prediction. Of the step at 1024 x 64, 293.6 ms follow from S, an input; only
+the rest is predicted. Where S is not published, the S that the published time implies is printed and called derived;
+nothing else is tuned. Sources contradict each other on e at 2048 GPUs (97 % and 87.9 %):
 both are shown, each with the S that it implies at the published 6.6 minutes. FLOPs and bytes do not explain S at 32
 images a GPU: a device has other costs at small batches, which this model does not know.
 

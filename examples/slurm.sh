@@ -11,6 +11,8 @@
 #SBATCH --signal=SIGUSR1@120
 set -euo pipefail
 
+# srun of SLURM 22.05 and 23.02 does not take this from sbatch by itself.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"
 # One folder whatever the number of starts, so that a job that was queued again goes on in it.
 srun fourmin train experiment=imagenet_resnet50_8k trainer=slurm trainer.accelerator=gpu \
     run_dir="runs/imagenet_resnet50_8k/slurm-$SLURM_JOB_ID" "$@"

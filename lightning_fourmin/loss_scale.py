@@ -29,7 +29,7 @@ class LossScale:
         self.skips_in_a_row[optimizer] = 0 if finite else self.skips_in_a_row.get(optimizer, 0) + 1
         if finite:
             self._good_steps += 1
-            if self.dynamic and self._good_steps == GROWTH_INTERVAL:
+            if self.dynamic and self._good_steps >= GROWTH_INTERVAL:
                 self.value *= 2
                 self._good_steps = 0
             return

@@ -49,7 +49,7 @@ class FourMinStrategy(ResilientDDPStrategy):
         group_size: ranks a group of the hierarchical and torus all-reduce; None: what the table found best, else the
             ranks of a node.
         fusion_mb: fusion threshold in MiB of gradients; None: the cuts that `fourmin tune model=...` found for this
-            module and left beside the table, else 2 MiB, more on many nodes or fast links.
+            module and left beside the table, else 2 to 32 MiB by the cost model.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
         table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
             keep it; None: the cached table, else the cost model.

@@ -19,6 +19,7 @@ from lightning_fourmin.data.transforms import EvalImage
 from shards import jpeg, number_of, write_numbers, write_shard
 
 IMAGE = EvalImage(size=8, resize=8, num_classes=5)
+ONE_RANK = Deal(1, 3, 1)
 
 
 def write_images(folder: Path, *special: dict[str, Any]) -> None:
@@ -31,11 +32,13 @@ def write_images(folder: Path, *special: dict[str, Any]) -> None:
     Index((), {"train": Split(tuple(shards), None)}).write(folder)
 
 
-def loader(folder: Path, transform: Any = IMAGE, num_workers: int = 0, **kwargs: Any) -> EvalLoader:
+def loader(
+    folder: Path, transform: Any = IMAGE, num_workers: int = 0, deal: Deal = ONE_RANK, rank: int = 0, **kwargs: Any
+) -> EvalLoader:
     split = read_index(str(folder)).splits["train"]
     options = {"seed": 0, "window": 0, "collate": default_collate, "on_error": "raise"} | kwargs
     data = ShardDataset(split, str(folder), transform=transform, **options)
-    return EvalLoader(data, Deal(1, 3, 1), 0, num_workers=num_workers, prefetch_factor=2, pin_memory=False)
+    return EvalLoader(data, deal, rank, num_workers=num_workers, prefetch_factor=2, pin_memory=False)
 
 
 def labels(found: Any) -> list[list[int]]:
@@ -116,6 +119,17 @@ def test_a_batch_without_any_good_sample(tmp_path: Path) -> None:
     message = r"sample bad0 at offset \d+ has no field jpg .*\(and no other sample of the split is good\)"
     with pytest.raises(ShardError, match=message):
         labels(loader(tmp_path, on_error="repeat"))
+
+
+def test_a_rank_with_nothing_good_to_evaluate_says_so(tmp_path: Path) -> None:
+    """The others would wait for its metrics."""
+    write_images(tmp_path)
+    (tmp_path / "train-1.tar").unlink()
+    first, second = (loader(tmp_path, deal=Deal(2, 3, 1), rank=rank, on_error="omit") for rank in range(2))
+    assert labels(first) == [[0, 1], [2, 3]]
+    message = r"train-1.tar cannot be opened: .*\(and no other sample that rank 1 evaluates is good\)"
+    with pytest.raises(ShardError, match=message):
+        labels(second)
 
 
 def truncate(folder: Path) -> None:

@@ -128,6 +128,21 @@ def evaluate_error(path: str) -> str:
     return str(caught.value)
 
 
+def train_on_a_loader_of_ones_own(path: str) -> str:
+    data = numbers_module(path, batch_size=2)
+    with pytest.raises(ShardError) as caught:
+        rank_trainer("fourmin", max_epochs=1, limit_val_batches=0).fit(
+            Counting(), data.train_dataloader(), data.val_dataloader()
+        )
+    return str(caught.value)
+
+
+def test_a_loader_that_was_made_outside_of_the_trainer_is_refused(ranks: RankPool, path: str) -> None:
+    for answer in ranks.run(train_on_a_loader_of_ones_own, path, world=2):
+        assert "made outside of the Trainer, for one rank" in answer
+        assert "give the data module itself to the Trainer" in answer
+
+
 def test_fewer_samples_than_ranks_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
     write_numbers(tmp_path, [1, 1])
     answers = ranks.run(evaluate_error, str(tmp_path), world=3)

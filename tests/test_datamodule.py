@@ -153,16 +153,30 @@ def test_a_second_fit_goes_on_with_the_next_epoch(path: str, whole: Counting) ->
 
 
 @pytest.mark.parametrize("how", [{"limit_val_batches": 0}, {"check_val_every_n_epoch": 2}, {}])
-@pytest.mark.parametrize(("hook", "at"), [("epoch", NUM_BATCHES), ("epoch", 2 * NUM_BATCHES), ("batch", 7)])
+@pytest.mark.parametrize(
+    ("hook", "at"),
+    [("epoch", NUM_BATCHES), ("epoch", 2 * NUM_BATCHES), ("batch", 7), ("batch", NUM_BATCHES)],
+)
+@pytest.mark.parametrize(("max_epochs", "reads_estimate"), [(-1, False), (4, False), (4, True)])
 def test_resumed_with_max_steps_it_goes_on_as_if_never_stopped(
-    path: str, tmp_path: Path, whole: Counting, how: dict[str, Any], hook: str, at: int
+    path: str,
+    tmp_path: Path,
+    whole: Counting,
+    how: dict[str, Any],
+    hook: str,
+    at: int,
+    max_epochs: int,
+    reads_estimate: bool,
 ) -> None:
     """There Lightning takes an epoch that it goes on with for done, and one at its end for one to go on with."""
-    options = {"max_epochs": -1, "limit_val_batches": 1.0} | how
+    options = {"max_epochs": max_epochs, "limit_val_batches": 1.0} | how
     saved = tmp_path / "some.ckpt"
     first = fit(path, max_steps=at, callbacks=[SaveAt(saved, hook, at)], **options)
-    second = fit(path, saved, max_steps=3 * NUM_BATCHES, **options)
+    second = fit(path, saved, reads_estimate, max_steps=3 * NUM_BATCHES, **options)
     assert [batch for _, batch in first.seen + second.seen] == [batch for _, batch in whole.seen]
+    if (hook, at) == ("batch", NUM_BATCHES):
+        # Saved before the epoch was over: no epoch without batches comes in between.
+        assert second.seen == whole.seen[at:]
 
 
 class Ends(Callback):
@@ -392,6 +406,9 @@ def test_outside_a_trainer(path: str) -> None:
         ({"window": 0}, "window=0 must be at least 1"),
         ({"remainder": "keep"}, "remainder='keep' must be one of 'drop', 'wrap'"),
         ({"on_error": "ignore"}, "on_error='ignore' must be one of 'raise', 'skip'"),
+        ({"mean": (0.13,)}, r"mean=\(0.13,\) must be three shares of 255, for red, green and blue"),
+        ({"mean": (124, 116, 104)}, r"mean=\(124, 116, 104\) must be three shares"),
+        ({"std": (0.2, 0.2, 0.0)}, r"std=\(0.2, 0.2, 0.0\) must be three shares"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:

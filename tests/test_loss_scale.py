@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 
 from half_training import BATCH_SIZE, Net, fit, images, seeded, state, trainer, weights
 from lightning_fourmin import FourMinPrecision
-from lightning_fourmin.loss_scale import GROWTH_INTERVAL, LossScale
+from lightning_fourmin.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 
 
 class Overflow(Net):
@@ -152,6 +152,16 @@ def test_checkpoints_cross_over_to_fp32_and_back(tmp_path: Path) -> None:
     trainer(precision, max_epochs=3).fit(back, images(4), ckpt_path=full)
     assert precision.loss_scale.value == 2.0**16
     assert not torch.equal(state(back), state(plain))
+
+
+def test_a_run_that_went_on_from_a_static_scale_lets_its_own_grow() -> None:
+    static, dynamic = LossScale(8.0, dynamic=False), LossScale(INITIAL_SCALE, dynamic=True)
+    for _ in range(GROWTH_INTERVAL + 1):
+        static.update(finite=True)
+    dynamic.load_state_dict(static.state_dict())
+    for _ in range(GROWTH_INTERVAL):
+        dynamic.update(finite=True)
+    assert dynamic.value == 2 * INITIAL_SCALE
 
 
 def test_scale_of_another_kind_is_not_loaded() -> None:

@@ -17,7 +17,7 @@ from lightning_fourmin.comm.cost import Link
 from lightning_fourmin.comm.cuts import Cuts, cuts_path, read_cuts, write_cuts
 from lightning_fourmin.comm.fusion import FusionPlan
 from lightning_fourmin.comm.merge import ReadyGradient, merge
-from lightning_fourmin.comm.table import cached_table_path
+from lightning_fourmin.comm.table_file import cached_table_path
 from lightning_fourmin.comm.topology import Topology
 from pool import RankPool
 from training import Regression, data, rank_trainer

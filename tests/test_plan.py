@@ -15,6 +15,7 @@ from lightning_fourmin.app.plan import PlanOptions, predict
 from lightning_fourmin.app.verb import CONF
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Link, Links
 from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
+from lightning_fourmin.comm.table_file import write_table
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.models import build_model
 from lightning_fourmin.predict.cluster import Cluster
@@ -154,8 +155,8 @@ def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -
     table = AllReduceTable.from_cost_model(topology, "gloo", links).only("torus")
     made = AllReduceTable.from_cost_model(topology, "gloo", links)
     (tmp_path / "tables").mkdir()
-    made.to_csv(tmp_path / "tables" / "all.csv")
-    table.to_csv(tmp_path / "tables" / "torus.csv")
+    write_table(made, tmp_path / "tables" / "all.csv")
+    write_table(table, tmp_path / "tables" / "torus.csv")
     cluster, read = with_table(Cluster.from_config(config()), tmp_path / "tables" / "all.csv")
     assert (cluster.ranks_per_node, cluster.backend, read.topology_key) == (4, "gloo", made.topology_key)
     for name in ("inside", "between"):
@@ -174,7 +175,7 @@ def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -
 def test_table_of_one_node_leaves_the_network_to_the_cluster(tmp_path: Path) -> None:
     cluster = Cluster.from_config(config())
     table = AllReduceTable.from_cost_model(Topology.build([0] * 4), "gloo", DEFAULT_LINKS["gloo"])
-    table.to_csv(tmp_path / "table.csv")
+    write_table(table, tmp_path / "table.csv")
     measured, _ = with_table(cluster, tmp_path / "table.csv")
     assert measured.links.between == cluster.links.between
     assert measured.links.num_nics == cluster.links.num_nics
@@ -184,7 +185,7 @@ def test_table_of_one_node_leaves_the_network_to_the_cluster(tmp_path: Path) -> 
 def test_groups_that_the_tuner_found_are_those_of_the_plan(fourmin: Fourmin, tmp_path: Path) -> None:
     topology = Topology.build([rank // 4 for rank in range(16)], group_size=8)
     table = AllReduceTable.from_cost_model(topology, "gloo", DEFAULT_LINKS["gloo"]).only("torus")
-    replace(table, source="measured, n=5", group_size=8).to_csv(tmp_path / "table.csv")
+    write_table(replace(table, source="measured, n=5", group_size=8), tmp_path / "table.csv")
     given = [one for one in SMALL if not one.startswith("num_ranks")]
     code, output, errors = fourmin("plan", *given, "num_ranks=16", "table=table.csv", "out=null")
     assert code == 0, errors

@@ -12,6 +12,7 @@ from lightning_fourmin.comm.cost import Link, Links, all_reduce_s, phase_costs
 from lightning_fourmin.comm.fusion import Bucket, FusionPlan
 from lightning_fourmin.comm.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.predict.profile import Gradient, Layer, Profile
 from lightning_fourmin.predict.step import Plan, Span, Step, simulate
 from lightning_fourmin.predict.stragglers import Stragglers, simulate_with
@@ -285,9 +286,7 @@ def test_stragglers_are_waited_for_unless_there_are_backups() -> None:
 
 
 def test_impossible_stragglers() -> None:
-    with pytest.raises(
-        ValueError, match=r"stragglers: jitter=-1 .* must be 0 or more, probability=0.0 between 0 and 1"
-    ):
+    with pytest.raises(PlanError, match=r"stragglers: jitter=-1 .* must be 0 or more, probability=0.0 between 0 and 1"):
         Stragglers(jitter=-1)
-    with pytest.raises(ValueError, match="num_backups=4 leaves no rank of 4 to wait for"):
+    with pytest.raises(PlanError, match="num_backups=4 leaves no rank of 4 to wait for"):
         Stragglers(jitter=0.1, num_backups=4).paces(4)

@@ -21,6 +21,7 @@ from torch import nn
 import lightning_fourmin.tested_versions
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table_file import write_table
 from lightning_fourmin.comm.topology import Topology
 from pool import RankPool
 from ranks import PoolEnvironment
@@ -213,7 +214,7 @@ def error_of_fit(strategy_kwargs: dict[str, Any], net: nn.Module, **trainer_kwar
 
 def test_table_of_another_topology_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "measured_elsewhere.csv"
-    AllReduceTable.from_cost_model(Topology.build([0, 0, 1, 1]), "gloo").to_csv(path)
+    write_table(AllReduceTable.from_cost_model(Topology.build([0, 0, 1, 1]), "gloo"), path)
     errors = ranks.run(error_of_fit, {"table": path}, nn.Linear(4, 4))
     assert errors[0] == errors[1]
     assert errors[0].startswith(f"ValueError: table='{path}' was measured for topology_key 'nodes2x2_groups2x2'")

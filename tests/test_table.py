@@ -15,9 +15,9 @@ from lightning_fourmin.comm.table import (
     SWITCH_GAIN,
     AllReduceTable,
     Row,
-    cached_table_path,
     default_fusion_mb,
 )
+from lightning_fourmin.comm.table_file import cached_table_path, read_table, write_table
 from lightning_fourmin.comm.topology import Topology
 
 TWO_NODES = Topology.build([0, 0, 1, 1])
@@ -317,8 +317,8 @@ def test_text_of_a_switch_shows_what_it_chooses() -> None:
 
 def test_csv_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "new" / "directory" / "table.csv"
-    crossing_table().to_csv(path)
-    assert AllReduceTable.from_csv(path, TWO_NODES, "gloo") == crossing_table()
+    write_table(crossing_table(), path)
+    assert read_table(path, TWO_NODES, "gloo") == crossing_table()
     assert [file.name for file in path.parent.iterdir()] == ["table.csv"]
 
 
@@ -326,8 +326,8 @@ def test_csv_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_csv_round_trip_keeps_the_choices_of_the_cost_model(tmp_path: Path, topology: Topology, backend: str) -> None:
     made = AllReduceTable.from_cost_model(topology, backend)
-    made.to_csv(tmp_path / "table.csv")
-    read = AllReduceTable.from_csv(tmp_path / "table.csv", topology, backend)
+    write_table(made, tmp_path / "table.csv")
+    read = read_table(tmp_path / "table.csv", topology, backend)
     assert read.algorithms == made.algorithms
     for n in (1, *SIZES, *(3 * size for size in SIZES)):
         assert read.choose(n) == made.choose(n)
@@ -336,14 +336,14 @@ def test_csv_round_trip_keeps_the_choices_of_the_cost_model(tmp_path: Path, topo
 
 def test_csv_replaces_an_older_table(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    crossing_table().to_csv(path)
-    crossing_table().only("ring").to_csv(path)
-    assert AllReduceTable.from_csv(path, TWO_NODES, "gloo") == crossing_table().only("ring")
+    write_table(crossing_table(), path)
+    write_table(crossing_table().only("ring"), path)
+    assert read_table(path, TWO_NODES, "gloo") == crossing_table().only("ring")
 
 
 def test_csv_is_for_people_too(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    crossing_table().to_csv(path)
+    write_table(crossing_table(), path)
     assert path.read_text().splitlines()[:6] == [
         "# topology_key: nodes2x2_groups2x2",
         "# backend: gloo",
@@ -388,21 +388,21 @@ def test_broken_csv_is_named(tmp_path: Path, text: str, reason: str) -> None:
     path.write_text(text)
     message = rf"table='.*broken.csv' is not an all-reduce table .*{reason}.*measure a new one"
     with pytest.raises(ValueError, match=message):
-        AllReduceTable.from_csv(path, TWO_NODES, "gloo")
+        read_table(path, TWO_NODES, "gloo")
 
 
 def test_binary_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.csv"
     path.write_bytes(b"\xff\xfe\x00table")
     with pytest.raises(ValueError, match=r"table='.*broken.csv' is not an all-reduce table"):
-        AllReduceTable.from_csv(path, TWO_NODES, "gloo")
+        read_table(path, TWO_NODES, "gloo")
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"table='.*nowhere.csv' cannot be read: No such file"):
-        AllReduceTable.from_csv(tmp_path / "nowhere.csv", TWO_NODES, "gloo")
+        read_table(tmp_path / "nowhere.csv", TWO_NODES, "gloo")
     with pytest.raises(ValueError, match=r"table='.*' cannot be read: Is a directory"):
-        AllReduceTable.from_csv(tmp_path, TWO_NODES, "gloo")
+        read_table(tmp_path, TWO_NODES, "gloo")
 
 
 @pytest.mark.parametrize(
@@ -414,9 +414,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_table_of_another_cluster_is_refused(tmp_path: Path, topology: Topology, backend: str, named: str) -> None:
-    crossing_table().to_csv(tmp_path / "table.csv")
+    write_table(crossing_table(), tmp_path / "table.csv")
     with pytest.raises(ValueError, match=rf"table='.*table.csv' was measured for {named}.*leave table out"):
-        AllReduceTable.from_csv(tmp_path / "table.csv", topology, backend)
+        read_table(tmp_path / "table.csv", topology, backend)
 
 
 def test_cache_has_a_file_for_each_topology_and_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

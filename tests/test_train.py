@@ -127,11 +127,13 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmi
         end_all(run, tmp_path, "run/metrics.csv", signal.SIGTERM)
         assert "asked to end by SIGTERM; `resume=run` goes on after the last step that was saved" in run.output
     assert record(folder)["status"] == "preempted"
+    seconds = record(folder)["seconds"]
     num_steps = AtomicCheckpointIO().load_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
     assert 0 < num_steps < 1437 // 4, "in the middle of the first epoch"
     code, _, errors = fourmin("train", *arguments, "resume=true", f"trainer.max_steps={num_steps + 3}")
     assert code == 0, errors
     steps = read_metrics(folder)["train/loss"].steps.tolist()
+    assert record(folder)["seconds"] > seconds + 1, "both parts"
     # The step after which it ended was saved, but not logged.
     assert steps == [*range(num_steps - 1), *range(num_steps, num_steps + 3)]
     assert f"after step {num_steps}: dotted lines." in Page(folder / "report.html").text

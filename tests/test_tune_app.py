@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.app import main
 from lightning_fourmin.app.tune import TuneOptions, tune
-from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table_file import read_table
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.models import build_model
 from pool import RankPool
@@ -83,7 +83,7 @@ def test_local_ranks_are_started(
     code = fourmin(monkeypatch, "accelerator=cpu", "budget_s=1", "largest_mb=0.01", "out=new/table.csv")
     output, errors = capfd.readouterr()
     assert code == 0, errors
-    AllReduceTable.from_csv(tmp_path / "new" / "table.csv", Topology.build([0, 0]), "gloo", any_groups=True)
+    read_table(tmp_path / "new" / "table.csv", Topology.build([0, 0]), "gloo", any_groups=True)
     assert (tmp_path / "new" / "table.svg").read_text().startswith("<?xml")
     assert "measuring all-reduce" in output
     assert output.strip().splitlines()[-1].startswith("Will it help you? ")

@@ -15,7 +15,8 @@ from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.app.curves import draw
 from lightning_fourmin.comm import tuner
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, Row, cached_table_path, sizes_up_to
+from lightning_fourmin.comm.table import AllReduceTable, Row, sizes_up_to
+from lightning_fourmin.comm.table_file import cached_table_path, read_table, write_table
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table
 from pool import RankPool
@@ -63,8 +64,8 @@ def test_all_ranks_get_one_measured_table(ranks: RankPool, tmp_path: Path) -> No
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     where = Topology.build([0, 0, 1])
-    table.to_csv(tmp_path / "table.csv")
-    read = AllReduceTable.from_csv(tmp_path / "table.csv", where, "gloo")
+    write_table(table, tmp_path / "table.csv")
+    read = read_table(tmp_path / "table.csv", where, "gloo")
     assert (read.made, read.fit, read.group_size) == (table.made, table.fit, None)
     sizes = [row.num_bytes for row in table.rows]
     assert [read.choose(size) for size in sizes] == [table.choose(size) for size in sizes]
@@ -155,7 +156,7 @@ def fit_with_groups_of_one(path: Path, group_size: int | None) -> str:
 def test_table_brings_the_groups_that_it_found_best(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     tuned = AllReduceTable.from_cost_model(Topology.build([0, 0], 1), "gloo")
-    replace(tuned, group_size=1, chunk_bytes=1000).to_csv(path)
+    write_table(replace(tuned, group_size=1, chunk_bytes=1000), path)
     assert ranks.run(fit_with_groups_of_one, path, None)[0] == "fourmin: 2 ranks on 1 node, 2 x groups of 1"
     errors = ranks.run(fit_with_groups_of_one, path, 2)
     assert errors[0] == errors[1]

@@ -27,8 +27,9 @@ def train(config: dict[str, Any]) -> None:
     data: LightningDataModule = instantiate(config["data"], _convert_="all")
     optimizer = instantiate(config["optim"], _convert_="all")
     schedule = instantiate(config["schedule"], _convert_="all")
-    # A data module of the user's own may leave it to the model's config.
-    classes = {"num_classes": data.num_classes} if hasattr(data, "num_classes") else {}
+    # A data module of the user's own, or an index without classes, leaves it to the model's config.
+    num_classes = getattr(data, "num_classes", 0)
+    classes = {"num_classes": num_classes} if num_classes else {}
     make_module = instantiate(config["model"], _partial_=True, _convert_="all")
     module: LightningModule = make_module(optimizer=optimizer, schedule=schedule, **classes)
     callbacks = _parts(config["callbacks"])

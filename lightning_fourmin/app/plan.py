@@ -118,8 +118,6 @@ def _profiles(options: PlanOptions, cluster: Cluster, module: nn.Module) -> tupl
         sgd, shape = partial(torch.optim.SGD, lr=0.1, momentum=0.9), _input_shape(options, module)
         try:
             profile = measure_profile(module, torch.randn(options.batch_size, *shape), None, sgd)
-        except PlanError:
-            raise
         except UNFIT as error:
             raise unfit_input(module, shape, error) from error
         return profile, profile

@@ -15,7 +15,7 @@ def folder_to_go_on_in(folder: Path) -> str | None:
     if not is_queued_again():
         return None
     if saved(folder):
-        say(f"SLURM has queued this job again: it goes on in {folder}")
+        say("SLURM has queued this job again")
         return str(folder)
     say(f"SLURM has queued this job again: it begins afresh, {folder} has no checkpoint; give all starts one run_dir")
     return None

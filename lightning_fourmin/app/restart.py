@@ -63,8 +63,8 @@ def _to_go_on_from(store: dist.Store) -> str:
     except CheckpointError as error:
         say(str(error))
         checkpoint = None
-    rest = "there is nothing to go on from, it begins afresh" if checkpoint is None else f"it goes on from {checkpoint}"
-    say(f"torchrun has started this job again: {rest}")
+    afresh = ": there is nothing to go on from, it begins afresh" if checkpoint is None else ""
+    say(f"torchrun has started this job again{afresh}")
     return "" if checkpoint is None else str(checkpoint)
 
 

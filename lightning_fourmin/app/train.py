@@ -31,7 +31,7 @@ from lightning_fourmin.app.verb import give_up, run_hydra
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.report.page import write_report
 from lightning_fourmin.report.parts import make_room
-from lightning_fourmin.report.run_files import ERROR_NAME, RUN_NAME, RunRecord, Status
+from lightning_fourmin.report.run_files import ERROR_NAME, RUN_NAME, RunError, RunRecord, Status
 
 EXIT_CODES = {"failed": 1, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 
@@ -106,6 +106,7 @@ def _done_before(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -
 def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord:
     """Trains and gives the record of how that ended, which is in the folder with everything else."""
     start_s = time.monotonic()
+    seconds_here, seconds_before = _seconds_of(folder), 0.0
     started = datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
     command = shlex.join(["fourmin", "train", *sys.argv[1:]])
     RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
@@ -115,7 +116,12 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     try:
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
-        make_room(folder, run_of(plain["resume"]), slurm_goes_on=is_queued_again())
+        resumed = run_of(plain["resume"])
+        if resumed is not None:
+            seconds_before = seconds_here if resumed.samefile(folder) else _seconds_of(resumed)
+            # A part that is killed leaves what those before it took.
+            replace(RunRecord.read(folder), seconds=seconds_before).write(folder)
+        make_room(folder, resumed, slurm_goes_on=is_queued_again())
         remember_run(folder)
         if external_rank() is None:
             run_ranks(train, plain, num_local_ranks(plain["trainer"]))
@@ -130,7 +136,7 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
         details = failure.details if isinstance(failure, RankError) else traceback.format_exc()
         if details:
             (folder / ERROR_NAME).write_text(details)
-    seconds = round(time.monotonic() - start_s, 1)
+    seconds = round(seconds_before + time.monotonic() - start_s, 1)
     record = replace(RunRecord.read(folder), seconds=seconds, status=status, error=error)
     record.write(folder)
     try:
@@ -139,3 +145,10 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
         # A page that cannot be drawn does not undo a training.
         print(f"fourmin train: no report: {message_of(failure)}", file=sys.stderr)
     return record
+
+
+def _seconds_of(run: Path) -> float:
+    """What a run has taken up to now; 0 where it does not say."""
+    with suppress(RunError):
+        return RunRecord.read(run).seconds or 0.0
+    return 0.0

@@ -24,7 +24,8 @@ from lightning_fourmin.app.verb import give_up, run
 from lightning_fourmin.comm.agree import from_rank_0, gathered
 from lightning_fourmin.comm.fusion import MIB
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
+from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table_file import cached_table_path, write_table
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table
 from lightning_fourmin.models import MODELS
@@ -159,7 +160,7 @@ def tune(
 
 def _write(table: AllReduceTable, path: Path) -> str:
     picture = path.with_suffix(".svg")
-    table.to_csv(path)
+    write_table(table, path)
     draw(table, picture)
     return f"table: {path}, picture: {picture}"
 

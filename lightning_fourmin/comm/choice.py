@@ -15,7 +15,8 @@ from torch import nn
 from lightning_fourmin.comm.agree import from_rank_0
 from lightning_fourmin.comm.cuts import Cuts, cuts_path, read_cuts
 from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, cached_table_path
+from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table_file import cached_table_path, read_table, write_table
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.comm.tuner import measure_table
 
@@ -42,7 +43,7 @@ def choose_table(
         if dist.get_rank() == 0:
             path = cached_table_path(topology, table.backend)
             try:
-                table.to_csv(path)
+                write_table(table, path)
             except OSError as error:
                 rank_zero_warn(f"the table is not kept for later runs: {path}: {error.strerror}")
     return table
@@ -72,5 +73,5 @@ def _find(asked: str | Path | None, topology: Topology, any_groups: bool) -> All
     """The table that the user asked for; None if it has to be measured."""
     backend, path = dist.get_backend(), _path(asked, topology)
     if asked not in (None, "auto") or os.path.exists(path):  # False, too, where it may not be looked for
-        return AllReduceTable.from_csv(path, topology, backend, any_groups)
+        return read_table(path, topology, backend, any_groups)
     return None if asked == "auto" else AllReduceTable.from_cost_model(topology, backend)

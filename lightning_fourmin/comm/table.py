@@ -1,20 +1,16 @@
 """The table that decides: message size -> algorithm, with the milliseconds behind each choice."""
 
-import csv
-import io
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
-from lightning_fourmin.comm.algorithms import ALGORITHMS, IN_PIECES, usable_algorithms
+from lightning_fourmin.comm.algorithms import IN_PIECES, usable_algorithms
 from lightning_fourmin.comm.cost import DEFAULT_LINKS, Links, all_reduce_s, phase_costs
 from lightning_fourmin.comm.fusion import MIB, FusionPlan
 from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.files import cache_folder, write_whole
 
 
 def sizes_up_to(largest_bytes: int) -> list[int]:
@@ -181,66 +177,6 @@ class AllReduceTable:
         parts = [f"{below} up to {readable(size - 1)}" for size, below, _ in points]
         return ", ".join([*parts, f"{points[-1][2]} above"])
 
-    def to_csv(self, path: Path) -> None:
-        """Writes the table, complete or not at all."""
-        text = io.StringIO()
-        for name in ("topology_key", "backend", "source", "group_size", "chunk_bytes", "made", "fit"):
-            if (value := getattr(self, name)) not in (None, ""):
-                text.write(f"# {name}: {value}\n")
-        writer = csv.writer(text, lineterminator="\n")
-        names = list(self.rows[0].milliseconds)
-        spreads = [name for name in names if all(name in row.spread_ms for row in self.rows)]
-        quartiles = [f"{name}_{end}_ms" for name in spreads for end in ("low", "high")]
-        writer.writerow(["bytes", *(f"{name}_ms" for name in names), "choice", *quartiles])
-        for row, choice in zip(self.rows, self._choices, strict=True):
-            times = [row.milliseconds[name] for name in names]
-            ends = [ms for name in spreads for ms in row.spread_ms[name]]
-            writer.writerow([row.num_bytes, *(f"{t:.6g}" for t in times), choice, *(f"{t:.6g}" for t in ends)])
-        write_whole(path, text.getvalue())
-
-    @classmethod
-    def from_csv(cls, path: Path, topology: Topology, backend: str, any_groups: bool = False) -> "AllReduceTable":
-        """Reads a table and refuses one that was made for another topology or backend.
-
-        `any_groups`: groups that the tuner found better than those of the topology are welcome.
-        """
-        try:
-            lines = path.read_text().splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"table={str(path)!r} is not an all-reduce table ({error}): measure a new one") from error
-        except OSError as error:
-            raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
-        head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
-        try:
-            chunk_bytes = int(head.get("chunk_bytes", CHUNK_BYTES))
-            if chunk_bytes < 1:
-                raise ValueError("chunk_bytes must be at least 1")
-            rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
-            table = cls(
-                head["topology_key"],
-                head["backend"],
-                head["source"],
-                _checked(rows),
-                group_size=int(head["group_size"]) if "group_size" in head else None,
-                chunk_bytes=chunk_bytes,
-                made=head.get("made", ""),
-                fit=head.get("fit", ""),
-            )
-        except (AttributeError, KeyError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"
-            ) from error
-        if any_groups:
-            topology = table.groups_of(topology)
-        for name, here in (("topology_key", topology.key), ("backend", backend)):
-            there = getattr(table, name)
-            if there != here:
-                raise ValueError(
-                    f"table={str(path)!r} was measured for {name} {there!r}, but this run has {here!r}: "
-                    "measure a table here, or leave table out to use the cost model"
-                )
-        return table
-
     def __str__(self) -> str:
         names = list(self.rows[0].milliseconds)
         lines = [f"all-reduce table for {self.topology_key} on {self.backend} ({self.source})"]
@@ -271,11 +207,6 @@ def _steady_choices(times: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
     return tuple(choices)
 
 
-def cached_table_path(topology: Topology, backend: str) -> Path:
-    """Where a measured table of this topology is kept between runs."""
-    return cache_folder() / f"{backend}_{topology.key}.csv"
-
-
 def default_fusion_mb(topology: Topology, backend: str) -> float:
     """Fusion threshold where nothing was measured: two pieces, so that latency stays small beside a bucket's bytes."""
     return min(MOST_FUSED_MB, 2 * AllReduceTable.from_cost_model(topology, backend).chunk_bytes / MIB)
@@ -290,27 +221,6 @@ def _chunk_bytes(rows: Sequence[Row], topology: Topology, links: Links) -> int:
         return across.latency_s <= LATENCY_SHARE * across.transfer_s
 
     return next((row.num_bytes for row in rows if row.num_bytes >= CHUNK_BYTES and pays(row)), rows[-1].num_bytes)
-
-
-def _parse(row: Mapping[str, str]) -> Row:
-    times = {name.removesuffix("_ms"): float(text) for name, text in row.items() if name.endswith("_ms")}
-    ends = {name: times.pop(name) for name in list(times) if name.endswith(("_low", "_high"))}
-    spread = {name: (ends[f"{name}_low"], ends[f"{name}_high"]) for name in times if f"{name}_low" in ends}
-    return Row(int(row["bytes"]), times, spread)
-
-
-def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
-    if not rows:
-        raise ValueError("it has no rows")
-    names = set(rows[0].milliseconds)
-    if not names or not names <= set(ALGORITHMS):
-        raise ValueError(f"its algorithms are {sorted(names)}")
-    if rows[0].num_bytes < 1 or [row.num_bytes for row in rows] != sorted({row.num_bytes for row in rows}):
-        raise ValueError("its sizes do not rise from 1 byte or more")
-    times = [ms for row in rows for ms in row.milliseconds.values()]
-    if any(set(row.milliseconds) != names for row in rows) or not all(0 < ms < math.inf for ms in times):
-        raise ValueError("every row needs a positive time for every algorithm")
-    return tuple(rows)
 
 
 def readable(num_bytes: int) -> str:

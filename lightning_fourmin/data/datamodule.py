@@ -99,6 +99,9 @@ class ShardDataModule(LightningDataModule):
         ):
             if choice not in known:
                 raise ValueError(f"{name}={choice!r} must be one of {', '.join(map(repr, known))}")
+        for name, values in (("mean", mean), ("std", std)):
+            if len(values) != 3 or not all(0 <= value <= 1 for value in values) or (name == "std" and 0 in values):
+                raise ValueError(f"{name}={values} must be three shares of 255, for red, green and blue")
         self.path = path
         self.batch_size = batch_size
         evaluation = eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224))
@@ -173,7 +176,7 @@ class ShardDataModule(LightningDataModule):
             return self._loader(EvalLoader, "train", window=0)
         loader = self._make_train_loader()
         if self._state is not None:
-            loader.go_on(self._state)
+            loader.load_state_dict(self._state)
             self._state = None
         self._train_loader = loader
         self._waited_s, self._num_waits = 0.0, 0
@@ -187,7 +190,8 @@ class ShardDataModule(LightningDataModule):
             num_batches = self.batches_per_epoch
             num_taken = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
             kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
-            kwargs["counts_steps"] = self.trainer.max_steps != -1
+            loop = self.trainer.fit_loop.epoch_loop
+            kwargs["is_at_end"] = lambda: loop.restarted_on_last
         return self._loader(TrainLoader, "train", **kwargs)
 
     @override
@@ -214,7 +218,9 @@ class ShardDataModule(LightningDataModule):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING or not state_dict.get("left"):
             return
         # Lightning counts the batches of the epoch, of which ranks with another global batch have another number.
-        shift = self._make_train_loader().go_on(state_dict) - state_dict["num_batches"]
+        loader = self._make_train_loader()
+        loader.load_state_dict(state_dict)
+        shift = loader.state_dict()["num_batches"] - state_dict["num_batches"]
         progress = trainer._checkpoint_connector._loaded_checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for name in progress["current"]:
             progress["current"][name] += shift

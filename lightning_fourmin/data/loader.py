@@ -3,11 +3,12 @@
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import distributed as dist
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -42,7 +43,8 @@ class ShardLoader(ABC):
         self.wait_s = 0.0
         """Time that the loop has waited for batches."""
         self.num_skipped = 0
-        """Damaged samples that others stood in for."""
+        """Damaged samples, which others stood in for or which were left out."""
+        self._last_fault = ""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -57,6 +59,7 @@ class ShardLoader(ABC):
                 raise delivery
             for fault in delivery.faults:
                 self.num_skipped += 1
+                self._last_fault = fault
                 log.warning("rank %d skipped a sample (%d so far): %s", self._rank, self.num_skipped, fault)
             if not delivery.is_empty:
                 yield delivery.batch
@@ -121,7 +124,13 @@ class EvalLoader(ShardLoader):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._share.tickets(epoch=0))
+        is_empty = True
+        for batch in self._batches(self._share.tickets(epoch=0)):
+            is_empty = False
+            yield batch
+        if is_empty:
+            # The other ranks would wait for ever for the metrics of this one.
+            raise ShardError(f"{self._last_fault} (and no other sample that rank {self._rank} evaluates is good)")
 
 
 class TrainLoader(ShardLoader):
@@ -137,10 +146,10 @@ class TrainLoader(ShardLoader):
         num_accumulated: int = 1,
         epoch: int = 0,
         num_taken: int | None = None,
-        counts_steps: bool = False,
+        is_at_end: Callable[[], bool] = lambda: False,
         **kwargs: Any,
     ) -> None:
-        """`num_accumulated`: batches a step; `counts_steps`: whether the run ends after a number of these.
+        """`num_accumulated`: batches a step; `is_at_end`: whether Lightning goes on with an epoch that is at its end.
 
         `num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all.
         """
@@ -154,8 +163,10 @@ class TrainLoader(ShardLoader):
                 f"the split has {num_samples} samples, less than the global batch of {deal.global_batch} "
                 f"({deal.world} ranks x {deal.batch_size}): lower batch_size or set remainder='wrap'"
             )
+        self._knows_ranks = num_taken is not None
+        """Whether a Trainer has it made."""
         self._num_taken = self._num_batches if num_taken is None else num_taken
-        self._counts_steps = counts_steps
+        self._is_at_end = is_at_end
         self._begin(epoch)
         self._restored = False
         """Whether it was said where to go on, which counts more than the epoch that Lightning says next."""
@@ -171,9 +182,14 @@ class TrainLoader(ShardLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch, unless that is the one under way."""
+        if not self._knows_ranks and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ShardError(
+                "this loader was made outside of the Trainer, for one rank, so every rank would read all samples: give "
+                "the data module itself to the Trainer"
+            )
         if self._restored:
             self._restored = False
-            self._over = self._counts_steps and not self._left and epoch > self._epoch
+            self._over = not self._left and self._is_at_end()
             self._num_ahead = epoch - self._epoch if self._left or self._over else 0
             return
         self._over = False
@@ -217,15 +233,7 @@ class TrainLoader(ShardLoader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What Lightning calls to go on in the middle of an epoch."""
-        self.go_on(state)
-        self._restored = True
-
-    def go_on(self, state: dict[str, Any]) -> int:
-        """Continues where another loader was, and gives the number of batches that the epoch has had by that.
-
-        On ranks with another global batch that is another number: what is left is dealt to them.
-        """
+        """Continues where another loader was; on ranks with another global batch what is left is dealt to them."""
         left = tuple(Stretch(*stretch) for stretch in state["left"])
         if left:
             fixed = self._identity()
@@ -247,8 +255,7 @@ class TrainLoader(ShardLoader):
                 "epoch"
             )
         self._num_before = self._num_batches - self._deal.num_batches(self._left) if left else state["num_batches"]
-        self._restored = bool(left)
-        return self._num_before
+        self._restored = True
 
     def _identity(self) -> dict[str, Any]:
         """What must not change within an epoch."""

@@ -1,7 +1,7 @@
 """What is wrong with a plan, in words for its user."""
 
 
-class PlanError(ValueError):
+class PlanError(Exception):
     """A prediction that cannot be made; the text names the field and says what to do."""
 
 

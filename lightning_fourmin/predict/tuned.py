@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_fourmin.comm.fit import fit_links
 from lightning_fourmin.comm.table import AllReduceTable
+from lightning_fourmin.comm.table_file import read_table
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.predict.cluster import Cluster
 from lightning_fourmin.predict.errors import PlanError
@@ -19,7 +20,7 @@ def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
         raise PlanError(f"table={path} cannot be read ({error}): give a CSV that fourmin tune has written") from error
     topology, backend = _topology(path, text), re.search(r"^# backend: (.+)$", text, re.MULTILINE)
     try:
-        table = AllReduceTable.from_csv(path, topology, "" if backend is None else backend[1])
+        table = read_table(path, topology, "" if backend is None else backend[1])
     except ValueError as error:
         raise PlanError(str(error)) from error
     sizes = {topology.node_of.count(node) for node in topology.node_of}

@@ -46,8 +46,6 @@ def peak_profile(
     try:
         with _WorkClock(device) as clock:
             marks = record(twin, shapes, loss, clock.mark)
-    except PlanError:
-        raise
     except UNFIT as error:
         shape = next(tuple(value.shape) for value in shapes if isinstance(value, Tensor))
         raise PlanError(

@@ -106,6 +106,7 @@ class RunRecord:
     versions: dict[str, str]
     hardware: Hardware
     seconds: float | None = None
+    """Of all parts of a run that was resumed, but for those that were killed."""
     status: Status = "running"
     error: str | None = None
     arithmetic: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ SHORT = {
         "data.batch_size": "2",
         "data.num_workers": "1",
     },
-    "tune": {"budget_s": "1", "largest_mb": "1", "image_size": "32", "batch_size": "2"},
+    "tune": {"accelerator": "cpu", "budget_s": "1", "largest_mb": "1", "image_size": "32", "batch_size": "2"},
 }
 """Values that take the place of a command's own: there are no GPUs here, and no ImageNet."""
 NET = """
