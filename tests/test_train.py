@@ -21,9 +21,11 @@ from composing import composed
 from lightning_fourmin import ImageClassifier
 from lightning_fourmin.app.closing import closing_lines
 from lightning_fourmin.checkpoints import AtomicCheckpointIO
+from lightning_fourmin.data.index import Index, Split
 from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from pages import Page
 from runs import RUN
+from shards import jpeg, write_shard
 from test_launchers import Run, running
 
 Fourmin = Callable[..., tuple[int, str, str]]
@@ -276,6 +278,18 @@ def test_the_last_checkpoint_is_that_of_the_last_epoch(fourmin: Fourmin, tmp_pat
     assert code == 0, errors
     files = {path.stem: AtomicCheckpointIO().load_checkpoint(path) for path in (tmp_path / "run").rglob("*.ckpt")}
     assert {name: content["global_step"] for name, content in files.items()} == {"best": 3, "last": 9}
+
+
+def test_classes_are_told_where_the_index_names_none(fourmin: Fourmin, tmp_path: Path) -> None:
+    samples = [{"__key__": f"{number}", "jpg": jpeg(10, 10, number), "cls": number % 3} for number in range(8)]
+    split = Split((write_shard(tmp_path / "some-0.tar", samples),), None)
+    Index((), {"train": split, "val": split}).write(tmp_path)
+    data = ["data=shards", f"data.path={tmp_path}", "data.image_size=8", "data.batch_size=4"]
+    arguments = ["experiment=none", *data, "run_dir=run", "trainer.devices=1", *SHORT]
+    code, _, errors = fourmin("train", *arguments, "+model.num_classes=3")
+    assert code == 0, errors
+    weights = AtomicCheckpointIO().load_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["state_dict"]
+    assert len(weights["net.fc8.bias"]) == 3
 
 
 def test_what_is_said_to_go_on_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
