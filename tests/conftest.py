@@ -59,6 +59,7 @@ def fourmin(
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs the command in an empty folder; gives exit code, output and errors, those of its ranks included."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
     def run(*arguments: str) -> tuple[int, str, str]:

@@ -82,7 +82,10 @@ def test_in_an_allocation_ranks_are_those_of_this_machine(tmp_path: Path, monkey
     assert external_rank() is None
     run_ranks(is_started_by_slurm, {"file": str(tmp_path / "answer")}, 1)
     assert (tmp_path / "answer").read_text() == "False"
+    # A batch script has this, too.
     monkeypatch.setenv("SLURM_PROCID", "3")
+    assert external_rank() is None
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert external_rank() == 3
 
 

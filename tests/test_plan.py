@@ -159,6 +159,8 @@ def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -
     write_table(table, tmp_path / "tables" / "torus.csv")
     cluster, read = with_table(Cluster.from_config(config()), tmp_path / "tables" / "all.csv")
     assert (cluster.ranks_per_node, cluster.backend, read.topology_key) == (4, "gloo", made.topology_key)
+    # What the table does not show is the cluster's.
+    assert cluster.links.inside_backend == Cluster.from_config(config()).links.inside_backend
     for name in ("inside", "between"):
         found, known = getattr(cluster.links, name), getattr(links, name)
         assert (found.latency_s, found.s_per_byte) == pytest.approx((known.latency_s, known.s_per_byte), rel=1e-3)
@@ -182,10 +184,12 @@ def test_table_of_one_node_leaves_the_network_to_the_cluster(tmp_path: Path) -> 
     assert measured.links.inside != cluster.links.inside
 
 
-def test_groups_that_the_tuner_found_are_those_of_the_plan(fourmin: Fourmin, tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", [8, None])
+def test_groups_of_the_table_are_those_of_the_plan(fourmin: Fourmin, tmp_path: Path, found: int | None) -> None:
+    """Whether the tuner found them or was given them."""
     topology = Topology.build([rank // 4 for rank in range(16)], group_size=8)
     table = AllReduceTable.from_cost_model(topology, "gloo", DEFAULT_LINKS["gloo"]).only("torus")
-    write_table(replace(table, source="measured, n=5", group_size=8), tmp_path / "table.csv")
+    write_table(replace(table, source="measured, n=5", group_size=found), tmp_path / "table.csv")
     given = [one for one in SMALL if not one.startswith("num_ranks")]
     code, output, errors = fourmin("plan", *given, "num_ranks=16", "table=table.csv", "out=null")
     assert code == 0, errors

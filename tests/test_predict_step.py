@@ -13,7 +13,7 @@ from lightning_fourmin.comm.fusion import Bucket, FusionPlan
 from lightning_fourmin.comm.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.comm.topology import Topology
 from lightning_fourmin.predict.errors import PlanError
-from lightning_fourmin.predict.profile import Gradient, Layer, Profile
+from lightning_fourmin.predict.profile import Gradient, Profile
 from lightning_fourmin.predict.step import Plan, Span, Step, simulate
 from lightning_fourmin.predict.stragglers import Stragglers, simulate_with
 
@@ -24,7 +24,7 @@ MIB = 1024 * 1024
 def profile(*gradients: tuple[int, float], forward_s: float = 1.0, update_s: float = 0.5) -> Profile:
     """Gradients by numel and ready time; backward ends with the last."""
     named = tuple(Gradient(f"p{i}", 4 * numel, ready_s) for i, (numel, ready_s) in enumerate(gradients))
-    return Profile((Layer("", forward_s, 0.0),), named, forward_s, gradients[-1][1], update_s, 8, "by hand")
+    return Profile(named, forward_s, gradients[-1][1], update_s, 8, "by hand")
 
 
 def fusion(profile: Profile, *counts: int) -> FusionPlan:

@@ -191,7 +191,7 @@ def test_a_run_too_short_to_log_shows_the_figures_of_its_end(tmp_path: Path) -> 
     page = page_of(tmp_path)
     precision, throughput = page.text.split(" Precision ")[1].split(" Throughput ")
     no_curve = "There is no curve: nothing was logged, as in a run of fewer steps than trainer.log_every_n_steps."
-    assert precision == f"3 steps of 176 skipped, because a gradient was not finite; the loss scale fell. {no_curve}"
+    assert precision == f"3 steps of 176 skipped, because a gradient was not finite. {no_curve}"
     assert throughput.startswith("Of a step of 27.3 ms, 2.70 ms (9.9 %) waited for communication")
     assert no_curve in throughput
 
@@ -242,6 +242,24 @@ def test_all_parts_of_a_resumed_run_are_one(tmp_path: Path) -> None:
     assert list(zip(metrics["lr"].steps, metrics["lr"].values, strict=True)) == [(0, 1), (10, 2), (15, 8)]
     assert resumed_steps(metrics) == [10]
     assert "train/loss" not in metrics
+
+
+def test_speed_is_that_of_the_last_part(tmp_path: Path) -> None:
+    """The other part had other ranks."""
+    (tmp_path / "metrics-1.csv").write_text("step,fourmin/N,fourmin/T\n0,2,100\n10,2,100\n")
+    (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,fourmin/N,fourmin/T\n20,1,,\n20,,4,180\n30,,4,180\n")
+    page = page_of(tmp_path, replace(RUN, status="preempted", summary=Summary()))
+    assert (page.figures["N"], page.figures["Images per second"]) == ("4", "180")
+    assert "Command, start and speed are those of its last part; the time is that of all." in page.text
+
+
+def test_a_scale_that_stays_is_not_said_to_fall(tmp_path: Path) -> None:
+    for values, is_said in (((1, 1), False), ((65536, 32768), True)):
+        lines = [f"{step},{value},{step}" for step, value in enumerate(values)]
+        (tmp_path / "metrics.csv").write_text("\n".join(["step,fourmin/loss_scale,fourmin/skipped_steps", *lines, ""]))
+        text = page_of(tmp_path, replace(RUN, summary=Summary())).text
+        assert "1 step skipped, because a gradient was not finite." in text
+        assert ("The loss scale fell." in text) == is_said
 
 
 def test_curves_move_aside_and_along(tmp_path: Path) -> None:

@@ -70,8 +70,22 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     code, output, errors = fourmin("train", *command, *going_on)
     assert (code, "1 of 3 jobs failed" in errors) == (1, True), errors
     assert [record(sweep / str(number)) == job for number, job in enumerate(jobs)] == [True, True, False]
+    assert "resume" not in (sweep / "sweep.md").read_text(), "no setting that jobs differ in"
     code, output, errors = fourmin("train", "-m", "trainer.devices=1,2,0", *SHORT, *going_on)
     assert (code, "holds the job `trainer.devices=1 optim.lr=4" in errors) == (1, True), errors
+
+
+def test_a_sweep_that_cannot_go_on(fourmin: Fourmin, tmp_path: Path) -> None:
+    job = tmp_path / "sweep" / "0"
+    job.mkdir(parents=True)
+    (job / "run.json").write_text("{}")
+    command = ["-m", "optim.lr=4", "resume=true", "hydra.sweep.dir=sweep", "metric=accuracy"]
+    code, output, errors = fourmin("train", *command)
+    assert (code, "run.json has no field format" in errors) == (1, True), errors
+    assert "Traceback" not in output + errors
+    (job / "run.json").unlink()
+    _, _, errors = fourmin("train", *command)
+    assert "sweep has no jobs to go on with: the sweep begins" in errors
 
 
 def test_a_sweep_with_a_metric_that_there_is_not(fourmin: Fourmin) -> None:
@@ -139,6 +153,20 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmi
     # The step after which it ended was saved, but not logged.
     assert steps == [*range(num_steps - 1), *range(num_steps, num_steps + 3)]
     assert f"after step {num_steps}: dotted lines." in Page(folder / "report.html").text
+
+
+def test_a_resume_that_cannot_begin_leaves_figures_and_time(fourmin: Fourmin, tmp_path: Path) -> None:
+    short = ["run_dir=run", "trainer.devices=1", *SHORT[1:]]
+    code, _, errors = fourmin("train", *short, "trainer.max_epochs=1")
+    assert code == 0, errors
+    before = record(tmp_path / "run")
+    code, _, errors = fourmin("train", *short, "resume=true", "global_batch=7")
+    assert (code, "global_batch=7 is not a multiple" in errors) == (1, True)
+    failed = record(tmp_path / "run")
+    assert (failed["status"], failed["summary"]) == ("failed", before["summary"])
+    code, _, errors = fourmin("train", *short, "resume=true", "trainer.max_epochs=2")
+    assert code == 0, errors
+    assert record(tmp_path / "run")["seconds"] > before["seconds"] + 1, "all parts"
 
 
 def test_checkpoints_that_cannot_be_loaded(fourmin: Fourmin, tmp_path: Path) -> None:
@@ -269,6 +297,13 @@ def test_a_module_of_the_users_own_in_a_folder_that_was_used(fourmin: Fourmin, t
     code, _, errors = fourmin("train", *going_on, "weights_only=false")
     assert code == 0, errors
     assert record(tmp_path / "run")["summary"]["steps"] == 6
+
+
+def test_a_module_in_the_folder_of_the_command(fourmin: Fourmin, tmp_path: Path) -> None:
+    (tmp_path / "found_here.py").write_text("from lightning_fourmin import ImageClassifier\n\nOwn = ImageClassifier\n")
+    options = ["run_dir=run", "model._target_=found_here.Own", "trainer.devices=1", *SHORT]
+    code, _, errors = fourmin("train", *options)
+    assert code == 0, errors
 
 
 def test_the_last_checkpoint_is_that_of_the_last_epoch(fourmin: Fourmin, tmp_path: Path) -> None:

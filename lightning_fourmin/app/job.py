@@ -77,5 +77,6 @@ def external_rank() -> int | None:
     """The rank that torchrun or srun has started this process as; None: nobody has."""
     if TorchElasticEnvironment.detect():
         return int(os.environ["RANK"])
-    # The shell that salloc opens is no task.
-    return int(os.environ["SLURM_PROCID"]) if SLURMEnvironment.detect() and "SLURM_PROCID" in os.environ else None
+    # A batch script, and the shell that salloc opens, are no tasks of srun: they are in none of its steps.
+    in_step = "SLURM_STEP_ID" in os.environ and SLURMEnvironment.detect()
+    return int(os.environ["SLURM_PROCID"]) if in_step else None

@@ -25,7 +25,7 @@ from lightning_fourmin.app.launch import RankError, message_of, run_ranks
 from lightning_fourmin.app.machine import hardware, versions
 from lightning_fourmin.app.queued_again import is_queued_again
 from lightning_fourmin.app.restart import overrides_of_restart, remember_run
-from lightning_fourmin.app.resume import run_of, saved
+from lightning_fourmin.app.resume import run_of, saved, say
 from lightning_fourmin.app.settle import num_local_ranks, settled
 from lightning_fourmin.app.verb import give_up, run_hydra
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
@@ -37,6 +37,8 @@ EXIT_CODES = {"failed": 1, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 
 
 def main() -> None:
+    # For a `_target_` of the user's own; last, so that no file there hides a package.
+    sys.path.append(os.getcwd())
     if external_rank() is not None and {"-m", "--multirun"} & set(sys.argv):
         give_up("train", "a sweep starts the ranks of each job itself: run it without torchrun or srun")
     if external_rank():
@@ -56,7 +58,8 @@ def _job(config: DictConfig) -> float:
             give_up("train", f"rank {rank}: {message_of(error)}")
         return math.nan
     folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
-    overrides = tuple(hydra.overrides.task) if sweeping else ()
+    # Whether it goes on is no setting of a job.
+    overrides = tuple(text for text in hydra.overrides.task if not text.startswith("resume=")) if sweeping else ()
     if sweeping and folder.name != str(hydra.job.num):
         give_up("train", "hydra.sweep.subdir is not the number of the job, by which reports and resume=true find it")
     if not config.name:
@@ -95,21 +98,30 @@ def _done_before(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -
     """The record of a job of a resumed sweep that needs nothing more; others go on where they were, or begin."""
     config.resume = str(folder) if saved(folder) else False
     if not (folder / RUN_NAME).is_file():
+        if folder.name == "0":  # jobs run in order, so there was none
+            say(f"{folder.parent} has no jobs to go on with: the sweep begins (hydra.sweep.dir names an earlier one)")
         return None
-    record = RunRecord.read(folder)
-    then, now = ([text for text in texts if not text.startswith("resume=")] for texts in (record.overrides, overrides))
-    if then != now:
-        give_up("train", f"{folder} holds the job `{' '.join(then)}`: give the sweep another hydra.sweep.dir")
+    try:
+        record = RunRecord.read(folder)
+    except RunError as error:
+        give_up("train", str(error))
+    if record.overrides != overrides:
+        its = " ".join(record.overrides)
+        give_up("train", f"{folder} holds the job `{its}`: give the sweep another hydra.sweep.dir")
     return record if record.status == "done" else None
 
 
 def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord:
     """Trains and gives the record of how that ended, which is in the folder with everything else."""
     start_s = time.monotonic()
-    seconds_here, seconds_before = _seconds_of(folder), 0.0
+    earlier = _record_of(folder)
+    # What cannot begin leaves figures and time of the run that the folder holds.
+    seconds_before = _seconds(earlier)
     started = datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
     command = shlex.join(["fourmin", "train", *sys.argv[1:]])
-    RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides).write(folder)
+    fresh = RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides)
+    if earlier is None:
+        fresh.write(folder)
     status: Status = "done"
     error = None
     (folder / ERROR_NAME).unlink(missing_ok=True)
@@ -117,10 +129,10 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
         plain = settled(config, folder)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
         resumed = run_of(plain["resume"])
-        if resumed is not None:
-            seconds_before = seconds_here if resumed.samefile(folder) else _seconds_of(resumed)
-            # A part that is killed leaves what those before it took.
-            replace(RunRecord.read(folder), seconds=seconds_before).write(folder)
+        if resumed is None or not resumed.samefile(folder):
+            seconds_before = 0.0 if resumed is None else _seconds(_record_of(resumed))
+        # A part that is killed leaves what those before it took.
+        replace(fresh, seconds=seconds_before or None).write(folder)
         make_room(folder, resumed, slurm_goes_on=is_queued_again())
         remember_run(folder)
         if external_rank() is None:
@@ -147,8 +159,12 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     return record
 
 
-def _seconds_of(run: Path) -> float:
-    """What a run has taken up to now; 0 where it does not say."""
+def _record_of(run: Path) -> RunRecord | None:
     with suppress(RunError):
-        return RunRecord.read(run).seconds or 0.0
-    return 0.0
+        return RunRecord.read(run)
+    return None
+
+
+def _seconds(record: RunRecord | None) -> float:
+    """What a run has taken up to now; 0 where nobody knows."""
+    return 0.0 if record is None or record.seconds is None else record.seconds

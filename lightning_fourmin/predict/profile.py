@@ -1,8 +1,8 @@
-"""Layer profile of a module: how long each layer takes, and when backward has each gradient ready.
+"""Profile of a module: how long forward, backward and update take, and when backward has each gradient ready.
 
-forward    |conv1 |conv2 |fc |           a layer lasts from its start to the start of the next one
-backward                      |fc |conv2 |conv1 |
-ready                             ^      ^      ^      what tensor fusion and the simulator wait for
+forward    |conv1 conv2 fc |
+backward                   |fc |conv2 |conv1 |
+ready                          ^      ^      ^      what tensor fusion and the simulator wait for
 """
 
 import copy
@@ -37,19 +37,9 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A module with parameters of its own, and what follows it up to the next such module."""
-
-    name: str
-    forward_s: float
-    backward_s: float
-
-
-@dataclass(frozen=True)
 class Profile:
-    """Times of one step of one rank without communication; layers and gradients in the order of readiness."""
+    """Times of one step of one rank without communication; gradients in the order of readiness."""
 
-    layers: tuple[Layer, ...]
     gradients: tuple[Gradient, ...]
     forward_s: float
     backward_s: float
@@ -72,7 +62,6 @@ class Profile:
         """The same step, every time multiplied."""
         return replace(
             self,
-            layers=tuple(Layer(one.name, factor * one.forward_s, factor * one.backward_s) for one in self.layers),
             gradients=tuple(replace(one, ready_s=factor * one.ready_s) for one in self.gradients),
             forward_s=factor * self.forward_s,
             backward_s=factor * self.backward_s,
@@ -85,7 +74,6 @@ class Marks(Generic[_Mark]):
     """Points in a step, as a clock gives them."""
 
     start: _Mark
-    layers: list[tuple[str, _Mark]]
     backward: _Mark
     gradients: list[tuple[str, _Mark]]
     end: _Mark
@@ -141,23 +129,22 @@ def _timed_step(
     def since(mark: _Mark) -> float:
         return clock.between(marks.start, mark)
 
-    layers, gradients = ([(name, since(at)) for name, at in marked] for marked in (marks.layers, marks.gradients))
-    return Marks(0.0, layers, since(marks.backward), gradients, since(marks.end)), clock.between(marks.end, done)
+    gradients = [(name, since(at)) for name, at in marks.gradients]
+    return Marks(0.0, since(marks.backward), gradients, since(marks.end)), clock.between(marks.end, done)
 
 
 def record(
     module: nn.Module, inputs: Tensor | Sequence[Any], loss: Loss | None, mark: Callable[[], _Mark]
 ) -> Marks[_Mark]:
-    """Runs forward and backward once and marks the start of every layer and the end of every gradient."""
-    layers: list[tuple[str, _Mark]] = []
+    """Runs forward and backward once and marks when each gradient is ready."""
     gradients: list[tuple[str, _Mark]] = []
-    with _hooks(module, lambda name: layers.append((name, mark())), lambda name: gradients.append((name, mark()))):
+    with _hooks(module, lambda name: gradients.append((name, mark()))):
         start = mark()
         output = module(*([inputs] if isinstance(inputs, Tensor) else inputs))
         total = sum_of(output) if loss is None else loss(output)
         backward = mark()
         total.backward()
-        return Marks(start, layers, backward, gradients, mark())
+        return Marks(start, backward, gradients, mark())
 
 
 def profile_of(
@@ -173,18 +160,14 @@ def profile_of(
             "forward every output that is"
         )
     ready: dict[str, list[float]] = {name: [] for name in num_bytes}
-    forward: dict[str, list[float]] = {}
     for step in steps:
         for name, at in step.gradients:
             ready[name].append(at - step.backward)
-        for name, took in _durations(step).items():
-            forward.setdefault(name, []).append(took)
     gradients = sorted(
         (Gradient(name, num_bytes[name], statistics.median(times)) for name, times in ready.items()),
         key=lambda gradient: gradient.ready_s,
     )
     return Profile(
-        _layers(gradients, {name: statistics.median(times) for name, times in forward.items()}),
         tuple(gradients),
         statistics.median(step.backward - step.start for step in steps),
         statistics.median(step.end - step.backward for step in steps),
@@ -194,32 +177,9 @@ def profile_of(
     )
 
 
-def _durations(step: Marks[float]) -> dict[str, float]:
-    """Seconds of each layer's forward; the first one starts with the step, and one that runs twice counts twice."""
-    starts = [step.start, *(at for _, at in step.layers[1:]), step.backward]
-    took: dict[str, float] = {}
-    for (name, _), start, end in zip(step.layers, starts, starts[1:], strict=False):
-        took[name] = took.get(name, 0.0) + end - start
-    return took
-
-
-def _layers(gradients: Sequence[Gradient], forward: dict[str, float]) -> tuple[Layer, ...]:
-    """A layer's backward is the time that its gradients add to that of the gradients before them."""
-    backward: dict[str, float] = {}
-    before_s = 0.0
-    for gradient in gradients:
-        layer = gradient.name.rpartition(".")[0]
-        backward[layer] = backward.get(layer, 0.0) + gradient.ready_s - before_s
-        before_s = gradient.ready_s
-    return tuple(Layer(name, forward.get(name, 0.0), took) for name, took in backward.items())
-
-
 @contextmanager
-def _hooks(module: nn.Module, starts: Callable[[str], object], is_ready: Callable[[str], object]) -> Iterator[None]:
+def _hooks(module: nn.Module, is_ready: Callable[[str], object]) -> Iterator[None]:
     handles = []
-    for name, layer in module.named_modules():
-        if any(p.requires_grad for p in layer.parameters(recurse=False)):
-            handles.append(layer.register_forward_pre_hook(lambda *_, name=name: starts(name) and None))
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: is_ready(name) and None))

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_fourmin.comm.fit import fit_links
 from lightning_fourmin.comm.table import AllReduceTable
@@ -26,12 +27,16 @@ def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
     sizes = {topology.node_of.count(node) for node in topology.node_of}
     if len(sizes) > 1:
         raise PlanError(f"table={path} is of nodes with {sorted(sizes)} ranks: a plan needs nodes alike")
+    if table.group_size is None and topology.key != Topology.build(topology.node_of).key:
+        table = replace(table, group_size=topology.largest_group)  # given to the tuner, not found by it
     fit = fit_links(table, topology)
-    links = fit.links
+    known = cluster.links
+    unseen: dict[str, Any] = {
+        name: getattr(known, name) for name in ("inside", "inside_backend") if name not in fit.fitted
+    }
     if "between" not in fit.fitted:  # it is of one node
-        links = replace(links, between=cluster.links.between, num_nics=cluster.links.num_nics)
-    if "inside" not in fit.fitted:  # its groups are single ranks
-        links = replace(links, inside=cluster.links.inside)
+        unseen |= {"between": known.between, "num_nics": known.num_nics}
+    links = replace(fit.links, **unseen)
     name = f"{path.name} ({fit})"
     measured = replace(cluster, name=name, backend=table.backend, ranks_per_node=sizes.pop(), links=links)
     return measured, table

@@ -1,4 +1,4 @@
-"""Layer profile without the device at hand: every operation's FLOPs and bytes, scaled to one throughput figure.
+"""Profile without the device at hand: every operation's FLOPs and bytes, scaled to one throughput figure.
 
 An operation takes as long as its FLOPs or its bytes need at the device's peak rates, whichever is more. How far a
 device stays below its peaks is one factor for the whole step, which a known throughput gives.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_fourmin.report.metrics import Metrics
+from lightning_fourmin.report.metrics import Metrics, resumed_steps
 from lightning_fourmin.report.run_files import RunRecord, Summary
 from lightning_fourmin.report.words import percent, plural, rounded, whole
 
@@ -21,7 +21,10 @@ def summary_so_far(record: RunRecord, metrics: Metrics) -> Summary:
     """The summary, with what a run that did not end has logged in place of what is missing."""
     there = {name: series for name, series in metrics.items() if len(series.steps)}
     logged: dict[str, Any] = {field: there[name].last for field, name in _LAST.items() if name in there}
-    logged |= {field: there[name].median for field, name in _MEDIAN.items() if name in there}
+    # Speed is that of the last part: the others may have had other ranks.
+    start = max(resumed_steps(metrics), default=0)
+    last_part = {name: part for name, series in there.items() if len((part := series.since(start)).steps)}
+    logged |= {field: last_part[name].median for field, name in _MEDIAN.items() if name in last_part}
     logged |= {field: int(logged[field]) for field in ("N", "skipped_steps") if field in logged}
     known = {field: value for field, value in asdict(record.summary).items() if value is not None}
     return replace(Summary(**logged), **known)

@@ -39,6 +39,10 @@ class Series:
         places = np.isin(self.steps, steps)
         return Series(self.steps[places], self.values[places])
 
+    def since(self, step: int) -> "Series":
+        places = self.steps >= step
+        return Series(self.steps[places], self.values[places])
+
     def times(self, other: "Series") -> "Series":
         """The product at the steps that both have."""
         mine, theirs = self.at(other.steps), other.at(self.steps)

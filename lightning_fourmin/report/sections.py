@@ -55,7 +55,9 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
         text = "No step was skipped: every gradient was finite."
     else:
         of_all = f" of {whole(summary.steps)}" if summary.steps else ""
-        text = f"{plural(number, 'step')}{of_all} skipped, because a gradient was not finite; the loss scale fell."
+        text = f"{plural(number, 'step')}{of_all} skipped, because a gradient was not finite."
+        if scale is not None and (np.diff(scale.values) < 0).any():
+            text += " The loss scale fell."
     if scale is None:
         return Section("Precision", (text, NO_CURVE), ())
     lines = [Line("loss scale", scale, BLUE)]
