@@ -22,7 +22,7 @@ SETTINGS = {
     "4x2_1gbit": "4 x 2, 1 Gbit/s",
     "1x2_100gbit": "one machine, 2 ranks",
 }
-POINTS = {"ms a step": "ms a step", "e": "scaling efficiency", "90 epochs, min": "minutes for 90 epochs"}
+POINTS = {"ms a step": "ms a step", "e": "scaling efficiency"}
 """Ending of a row of paper.md -> what README calls it."""
 
 

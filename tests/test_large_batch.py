@@ -94,8 +94,7 @@ def test_the_command_trains_the_rows_and_nothing_else() -> None:
         jobs += product(rows, seeds)
     alone = ("alexnet_larger_sgd", "alexnet_larger_fp16")
     spread = [name for name in ROWS if name.startswith("alexnet_") and name not in alone]
-    fp16 = ("alexnet_bn5", "alexnet_fp16")
-    assert sorted(jobs) == sorted([*product(ROWS, "1"), *product(spread, "23"), *product(fp16, "45")])
+    assert sorted(jobs) == sorted([*product(ROWS, "1"), *product(spread, "23")])
 
 
 def sweep(folder: Path, top1: dict[str, list[float]]) -> Path:

@@ -9,7 +9,7 @@ sweep() {
     python benchmarks/large_batch.py "runs/large_batch/$1"
 }
 
-sweep first_seed seed=1 'experiment=glob([alexnet_*,resnet_*])'
-sweep more_seeds seed=2,3 'experiment=glob(alexnet_*,exclude=alexnet_larger_*)'
-# FP16 and FP32 are closer than three seeds tell.
-sweep fp16_seeds seed=4,5 experiment=alexnet_bn5,alexnet_fp16
+sweep alexnet_lars seed=1,2,3 experiment=alexnet_lars,alexnet_no_decay,alexnet_bn5,alexnet_fp16,alexnet_fp16_naive
+sweep alexnet_sgd seed=1,2,3 experiment=alexnet_baseline,alexnet_sgd
+sweep alexnet_larger seed=1 experiment=alexnet_larger_sgd,alexnet_larger_fp16
+sweep resnet seed=1 'experiment=glob(resnet_*)'
