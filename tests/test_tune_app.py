@@ -152,4 +152,5 @@ def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started() == (3, 1)
     assert started(TORCHELASTIC_RUN_ID=1, RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4) == (4, 2)
     slurm = {"SLURM_NTASKS": 6, "SLURM_JOB_NAME": "train", "SLURM_NNODES": 3, "SLURM_PROCID": 0}
-    assert started(**slurm) == (2, 3)
+    assert started(**slurm) == (3, 1), "in a batch script"
+    assert started(**slurm, SLURM_STEP_ID=0) == (2, 3)
