@@ -262,6 +262,7 @@ def main() -> None:
         tflops=P40.device.tflops,
         memory_gb=P40.device.memory_gb_per_s,
         group_size=GROUP_SIZE,
+        compute_ms=1e3 * 64 / S_MIXED,
         speed=speed(),
     )
     (HERE / "paper.md").write_text(text)
@@ -277,10 +278,10 @@ facts, [unc] quoted but unconfirmed.
 ## Points
 {points}
 
-A point that fed the calibration is not a prediction. Of the step at 1024 x 64, 293.6 ms follow from S, an input; only
-the rest is predicted. Where S is not published, the S that the published time implies is printed and called derived;
-nothing else is tuned. Sources contradict each other on e at 2048 GPUs (97 % and 87.9 %):
-both are shown, each with the S that it implies at the published 6.6 minutes. FLOPs and bytes do not explain S at 32
+A point that fed the calibration is not a prediction. Of the step at 1024 x 64, {compute_ms:.1f} ms follow from S, an
+input; only the rest is predicted. Where S is not published, the S that the published time implies is printed and called
+derived; nothing else is tuned. Sources contradict each other on e at 2048 GPUs (97 % and 87.9 %): both are
+shown, each with the S that it implies at the published 6.6 minutes. FLOPs and bytes do not explain S at 32
 images a GPU: a device has other costs at small batches, which this model does not know.
 
 On the 3x of AlexNet: the abstract does not say with how many images a GPU. With a from ResNet-50's 11x, plain NCCL

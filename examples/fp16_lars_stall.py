@@ -59,7 +59,7 @@ class Digits(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = fm.LARS(fm.param_groups(self, weight_decay=1e-4), lr=PEAK_RATE)
-        warm_up = self.num_steps // 10
+        warm_up = max(1, self.num_steps // 10)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / warm_up, (1 - step / self.num_steps) ** 2)
         )

@@ -44,8 +44,10 @@ class LateBufferSync:
 
     def sync(self) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        for name, buffer in self._module.named_buffers():
+            if name not in ignored:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
         with torch.no_grad():
             for buffers in by_dtype.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

@@ -1,9 +1,9 @@
-"""16-bit products on a CPU without 16-bit units: computed in FP32, rounded once, as tensor cores do.
+"""16-bit products on a CPU: computed in FP32, rounded once, as tensor cores do.
 
     FP16 x FP16 --upcast, exact--> FP32 product, FP32 sum --round--> FP16
 
-torch has FP16 and BF16 kernels for every CPU, but without such units a training step is some 20 times
-slower than in FP32 (benchmarks/precision.py).
+torch has FP16 and BF16 kernels for every CPU, but a training step with them is some 20 times slower than in FP32
+(benchmarks/precision.py), but for BF16 on a CPU with units for it.
 """
 
 from collections.abc import Callable
@@ -38,19 +38,21 @@ _PRODUCTS = frozenset(
         _MAX_POOL,
     }
 )
-_UNITS = {
-    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
-    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
-}
-"""What `torch.cpu.get_capabilities` calls the units that multiply in a dtype, on x86 and ARM."""
+_HALVES = (torch.float16, torch.bfloat16)
+_BF16_UNITS = ("avx512_bf16", "bf16")
+"""What `torch.cpu.get_capabilities` calls the units that multiply in BF16, on x86 and ARM."""
 
 
 def needs_half_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True on a CPU that has no units for products in this dtype."""
+    """True where torch's own kernels are slow or not to be relied on.
+
+    Units for FP16 do not make a step fast: with avx512_fp16 the backward pass of a convolution takes a hundred times as
+    long as in FP32. And virtual machines name AMX that they do not have: there a product in BF16 ends the process.
+    """
     if device.type != "cpu":
         return False
-    capabilities = torch.cpu.get_capabilities()
-    return not any(capabilities.get(unit) for unit in _UNITS[dtype])
+    found = torch.cpu.get_capabilities()
+    return dtype is torch.float16 or bool(found.get("amx_tile")) or not any(map(found.get, _BF16_UNITS))
 
 
 class HalfKernels(TorchDispatchMode):
@@ -116,4 +118,4 @@ class HalfKernels(TorchDispatchMode):
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _UNITS and value.device.type == "cpu"
+    return isinstance(value, Tensor) and value.dtype in _HALVES and value.device.type == "cpu"

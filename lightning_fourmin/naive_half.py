@@ -1,25 +1,23 @@
 """What FP32 masters are there to avoid: everything in FP16, updates included. For comparisons only."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fourmin.half_kernels import HalfKernels, needs_half_kernels
+from lightning_fourmin.half_kernels import HalfKernels
 
 
 class NaiveHalfPrecision(HalfPrecision):
-    """Lightning's `16-true`, at a speed that can be waited for on CPUs without 16-bit units."""
+    """Lightning's `16-true`, at a speed that can be waited for on CPUs."""
 
     def __init__(self) -> None:
         super().__init__("16-true")
-        slow = needs_half_kernels(torch.device("cpu"), torch.float16)
-        self._kernels: AbstractContextManager[Any] = HalfKernels() if slow else nullcontext()
+        self._kernels = HalfKernels()
 
     @override
     @contextmanager

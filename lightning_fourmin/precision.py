@@ -42,7 +42,8 @@ class FourMinPrecision(HalfPrecision):
     Args:
         dtype: "fp16" or "bf16".
         loss_scale: "dynamic" or a number; BF16 has FP32's range and is not scaled.
-        half_kernels: compute products in FP32 and round them (see `half_kernels`); None: on CPUs without 16-bit units.
+        half_kernels: compute products in FP32 and round them (see `half_kernels`); None: on CPUs, but for BF16 where
+            they have units for it.
 
     Example:
         ```python
@@ -70,6 +71,8 @@ class FourMinPrecision(HalfPrecision):
         self._module: nn.Module | None = None
         self._outside: list[nn.Parameter] = []
         """Parameters that optimizers have and the module does not."""
+        self._widened: dict[str, nn.Parameter] = {}
+        """By name: parameters that the module has brought in 16 bit."""
         self._stand_ins: StandIns | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
@@ -78,9 +81,10 @@ class FourMinPrecision(HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype in COMPUTE_DTYPES.values():
                 parameter.data = parameter.data.float()
+                self._widened[name] = parameter
         self._module, self._stand_ins = module, StandIns(module, self.dtype)
         self._hooks = keep_norms_in_fp32(module)
         return module
@@ -201,6 +205,13 @@ class FourMinPrecision(HalfPrecision):
         return self._module.device
 
     @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning has loaded the weights into the module as it was born: where that is 16 bit, rounded."""
+        with torch.no_grad():
+            for name in self._widened.keys() & checkpoint["state_dict"].keys():
+                self._widened[name].copy_(checkpoint["state_dict"][name])
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return self.loss_scale.state_dict()
 
@@ -213,7 +224,7 @@ class FourMinPrecision(HalfPrecision):
         for hook in self._hooks:
             hook.remove()
         self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
-        self._kernels, self._outside = nullcontext(), []
+        self._kernels, self._outside, self._widened = nullcontext(), [], {}
         super().teardown()
 
 

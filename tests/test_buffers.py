@@ -175,6 +175,21 @@ def test_batch_norm_that_evaluates_in_training_is_as_under_ddp(
         assert equal(parameters, ddp[1])
 
 
+class Apart(Regression):
+    """Its ranks keep statistics of their own, as DDP lets them."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
+
+
+def test_statistics_that_ddp_is_told_to_ignore_stay_with_their_rank(ranks: RankPool) -> None:
+    expected = [buffers for buffers, *_ in ranks.run(fit, "ddp", Apart)]
+    assert not equal(*expected)
+    found = [buffers for buffers, *_ in ranks.run(fit, "fourmin", Apart)]
+    assert all(map(equal, found, expected))
+
+
 def test_freezing_batch_norm_inside_a_step_keeps_ranks_equal(ranks: RankPool) -> None:
     """The sync comes with the next step, so the numbers may differ from ddp's; the ranks may not."""
     rank_0, rank_1 = ranks.run(fit, "fourmin", SelfFreezing)

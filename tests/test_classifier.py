@@ -165,6 +165,17 @@ def test_a_resumed_run_has_the_options_that_it_is_given(tmp_path: Path, caplog: 
     assert all(len(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"])
 
 
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_with", "missing"),
+    [(torch.optim.SGD, fm.LARS, "eps, form, trust_coefficient"), (fm.LARS, torch.optim.SGD, "dampening")],
+)
+def test_a_checkpoint_of_another_optimizer(tmp_path: Path, saved_by: Any, resumed_with: Any, missing: str) -> None:
+    path = tmp_path / "some.ckpt"
+    fit(classifier(optimizer=partial(saved_by, lr=0.1)), callbacks=[SaveAfter(path, 6)], max_epochs=1)
+    with pytest.raises(ValueError, match=f"of another optimizer, which has no {missing}: resume with the same"):
+        fit(classifier(optimizer=partial(resumed_with, lr=0.1)), path)
+
+
 class OwnDecay(fm.ImageClassifier):
     def configure_optimizers(self) -> Any:
         made: Any = super().configure_optimizers()

@@ -278,6 +278,18 @@ def threads_around_close() -> tuple[int, int]:
     return before, num_threads()
 
 
+def reduce_after_many_pieces(algorithm: str) -> list[float]:
+    with engine(algorithm) as made:
+        made._num_pieces = 2**31 - 1
+        gradients = [torch.full((1001,), float(current_case().rank + step)) for step in range(3)]
+        return [float(made.submit(one, 0).wait()[0]) for one in gradients]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "torus"])
+def test_tags_begin_again_before_gloo_has_no_more(ranks: RankPool, algorithm: str) -> None:
+    assert ranks.run(reduce_after_many_pieces, algorithm, nodes=[2, 2]) == [[1.5, 2.5, 3.5]] * 4
+
+
 def reduce_undisturbed(algorithm: str, last_numel: int) -> tuple[bool, list[float]]:
     """Whether a bucket had begun before the last one of its step, and what both came to."""
     with engine(algorithm) as made:

@@ -208,13 +208,13 @@ def test_compiled_code_runs_and_is_right() -> None:
     assert all(torch.equal(f, e) for f, e in zip(gradients, expected_gradients, strict=True))
 
 
-def test_chosen_where_units_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_where_kernels_of_torch_are_slow_or_may_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for capabilities, expected in (
         ({"avx2": True, "avx512_bf16": False}, (True, True)),
-        ({"avx512_bf16": True}, (True, False)),
-        ({"avx512_bf16": True, "avx512_fp16": True}, (False, False)),
-        ({"neon": True, "fp16_arith": True, "bf16": False}, (False, True)),
+        ({"avx512_bf16": True, "amx_tile": False}, (True, False)),
+        ({"avx512_bf16": True, "avx512_fp16": True, "amx_tile": True}, (True, True)),
+        ({"neon": True, "fp16_arith": True, "bf16": True}, (True, False)),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
         assert tuple(needs_half_kernels(cpu, d) for d in (torch.float16, torch.bfloat16)) == expected

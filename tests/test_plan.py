@@ -196,6 +196,15 @@ def test_groups_of_the_table_are_those_of_the_plan(fourmin: Fourmin, tmp_path: P
     assert "float16 wire, torus (measured, n=5)" in output
 
 
+def test_groups_of_a_table_that_are_larger_than_the_plan(fourmin: Fourmin, tmp_path: Path) -> None:
+    topology = Topology.build([rank // 4 for rank in range(16)], group_size=8)
+    table = AllReduceTable.from_cost_model(topology, "gloo", DEFAULT_LINKS["gloo"])
+    write_table(replace(table, source="measured, n=5", group_size=8), tmp_path / "table.csv")
+    given = [one for one in SMALL if not one.startswith("num_ranks")]
+    code, _, errors = fourmin("plan", *given, "num_ranks=2", "table=table.csv", "out=null")
+    assert code == 0, errors
+
+
 # Scenarios.
 
 

@@ -1,6 +1,7 @@
 """FourMinPrecision in one process: against rounding by hand, how it is chosen, and what steps see."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dt
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from half_training import Net, fit, images, seeded, state, trainer, weights
 from lightning_fourmin import FourMinPrecision, FourMinStrategy
+from lightning_fourmin.half_kernels import HalfKernels
 
 DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -324,3 +327,28 @@ def test_half_parameters_get_fp32_masters() -> None:
     fit(net, FourMinPrecision())
     assert net.head.weight.dtype is torch.float32
     assert net.conv.weight.dtype is torch.bfloat16
+
+
+def test_half_parameters_are_resumed_with_their_fp32_masters(tmp_path: Path) -> None:
+    nets = [seeded(), seeded()]
+    for net in nets:
+        net.head.half()
+    fit(nets[0], FourMinPrecision()).save_checkpoint(tmp_path / "some.ckpt")
+    assert not torch.equal(nets[0].head.weight, nets[0].head.weight.half().float())
+    trainer(FourMinPrecision()).fit(nets[1], images(4), ckpt_path=tmp_path / "some.ckpt")
+    assert torch.equal(state(nets[1]), state(nets[0]))
+
+
+class Watched(Net):
+    """Keeps which modes its steps run in."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.modes = _get_current_dispatch_mode_stack()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("wanted", [None, False])
+def test_fp16_products_are_in_fp32_on_every_cpu_unless_told_otherwise(wanted: bool | None) -> None:
+    net = seeded(Watched)
+    fit(net, FourMinPrecision(half_kernels=wanted), num_batches=1)
+    assert [type(mode) for mode in net.modes] == ([HalfKernels] if wanted is None else [])

@@ -261,6 +261,13 @@ def test_fewer_tasks_than_devices_are_refused(ranks: RankPool) -> None:
         assert error.startswith("RuntimeError: node 0 runs 2 ranks but its Trainer asks for 3: make devices equal to")
 
 
+def test_sparse_layers_that_are_not_trained_are_not_refused(ranks: RankPool) -> None:
+    table = nn.Embedding.from_pretrained(torch.ones(4, 4), freeze=True, sparse=True)
+    net = nn.Linear(4, 4)
+    net.table = table
+    assert ranks.run(error_of_fit, {}, net) == ["no error"] * 2
+
+
 @pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused(ranks: RankPool, embedding: type[nn.Module]) -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), embedding(4, 4, sparse=True)), nn.Linear(4, 4))

@@ -65,6 +65,8 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     for name in ("sweep.md", "sweep.svg", "report.html"):
         assert (sweep / name).is_file()
     assert "1 of 3 jobs failed" in errors
+    code, _, errors = fourmin("train", *command, f"hydra.sweep.dir={sweep}")
+    assert (code, f"{sweep} holds a sweep: resume=true goes on with it" in errors) == (1, True), errors
     # The sweep goes on: what is done stays, what failed is tried again.
     going_on = ["resume=true", f"hydra.sweep.dir={sweep}"]
     code, output, errors = fourmin("train", *command, *going_on)
@@ -332,10 +334,19 @@ def test_what_is_said_to_go_on_can_be_typed(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "lr=1,2 it's"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "last.ckpt").touch()
-    (line,) = closing_lines(replace(RUN, status="interrupted"), folder)
+    (line,) = closing_lines(replace(RUN, status="interrupted", overrides=()), folder)
     (typed,) = re.findall("`(.+)`", line)
     config = composed(*shlex.split(typed))
     assert config.resume == "lr=1,2 it's"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_sweep_is_told_to_go_on_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Not with `resume` of the job that was running: the others would go on from its weights."""
+    monkeypatch.chdir(tmp_path)
+    record = replace(RUN, status="interrupted", overrides=("optim.lr=4",))
+    (line,) = closing_lines(record, tmp_path / "some" / "sweep" / str(number))
+    assert "`resume=true hydra.sweep.dir=some/sweep` goes on" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

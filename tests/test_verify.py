@@ -168,6 +168,15 @@ def test_index_of_existing_shards(tmp_path: Path) -> None:
         check(tmp_path, index=True)
 
 
+def test_an_index_that_goes_to_the_shards_themselves_can_be_moved_with_them(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    write_numbers(tmp_path / "shards", [4, 3])
+    (tmp_path / "shards" / "index.json").unlink()
+    assert check(tmp_path / "shards", index=True, out=tmp_path / "shards").faults == ()
+    (tmp_path / "shards").rename(tmp_path / "moved")
+    assert check(tmp_path / "moved").faults == ()
+
+
 def test_index_of_shards_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of shards in a folder that cannot be written to."""
     (tmp_path / "shards").mkdir()

@@ -17,8 +17,11 @@ def closing_lines(record: RunRecord, folder: Path) -> list[str]:
         last, how = "epoch that was complete", "interrupted"
         if record.status == "preempted":
             last, how = "step that was saved", "asked to end by SIGTERM"
-        going_on = f"`{shlex.quote(override('resume', where))}` goes on after the last {last}"
-        rest = going_on if saved(folder) else "nothing was saved yet"
+        words = shlex.quote(override("resume", where))
+        if record.overrides:
+            words = f"resume=true {shlex.quote(override('hydra.sweep.dir', os.path.relpath(folder.parent)))}"
+        going_on = f"`{words}` goes on after the last {last}"
+        rest = going_on if saved(folder) or record.overrides else "nothing was saved yet"
         return [f"fourmin train: {how}; {rest}"]
     if record.status == "failed":
         details = [f"  traceback: {where}/{ERROR_NAME}"] if (folder / ERROR_NAME).is_file() else []

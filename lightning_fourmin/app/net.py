@@ -1,8 +1,6 @@
 """The net of a command: `model=NAME`, one of the package's, or `module=package.file:Name`, the user's own."""
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -23,7 +21,6 @@ def named_model(name: str, num_classes: int, model_options: dict[str, Any] | Non
 def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "") -> nn.Module:
     """What the named class or function makes; `hint` ends the sentence if it cannot."""
     place, _, name = module.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; a console script has not
     try:
         made_by = getattr(importlib.import_module(place), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -31,9 +28,6 @@ def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "
             f"module={module} cannot be imported ({error}): write package.file:Name, and run the command where Python "
             "finds the package"
         ) from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-
     try:
         made = made_by(**(module_options or {}))
     except UNFIT as error:

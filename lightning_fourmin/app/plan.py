@@ -94,7 +94,7 @@ def predict(options: PlanOptions) -> Outlook:
             module = own_module(options.module, options.module_options, hint)
     profile, fp32_profile = _profiles(options, cluster, module)
     group_size = options.group_size
-    if group_size is None and table is not None:
+    if group_size is None and table is not None and (table.group_size or 0) <= options.num_ranks:
         group_size = table.group_size
     scenario = Scenario(
         [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad],

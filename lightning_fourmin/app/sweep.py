@@ -27,7 +27,7 @@ class SweepReport(Callback):
             sys.exit(1)
         print(f"\n{(folder / 'sweep.md').read_text()}\n{os.path.relpath(page)}", flush=True)
         if failed := [job for job in jobs if job.status != "done"]:
-            lines = [f"  job {job.number}: {job.error}" for job in failed]
+            lines = [f"  job {job.number}: {job.error or job.status}" for job in failed]
             print(f"fourmin train: {len(failed)} of {len(jobs)} jobs failed:", *lines, sep="\n", file=sys.stderr)
             # Hydra catches errors in callbacks, but lets this through.
             sys.exit(1)

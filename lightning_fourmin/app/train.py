@@ -29,6 +29,7 @@ from lightning_fourmin.app.resume import run_of, saved, say
 from lightning_fourmin.app.settle import num_local_ranks, settled
 from lightning_fourmin.app.verb import give_up, run_hydra
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
+from lightning_fourmin.report.jobs import is_sweep
 from lightning_fourmin.report.page import write_report
 from lightning_fourmin.report.parts import make_room
 from lightning_fourmin.report.run_files import ERROR_NAME, RUN_NAME, RunError, RunRecord, Status
@@ -37,8 +38,6 @@ EXIT_CODES = {"failed": 1, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 
 
 def main() -> None:
-    # For a `_target_` of the user's own; last, so that no file there hides a package.
-    sys.path.append(os.getcwd())
     if external_rank() is not None and {"-m", "--multirun"} & set(sys.argv):
         give_up("train", "a sweep starts the ranks of each job itself: run it without torchrun or srun")
     if external_rank():
@@ -62,6 +61,8 @@ def _job(config: DictConfig) -> float:
     overrides = tuple(text for text in hydra.overrides.task if not text.startswith("resume=")) if sweeping else ()
     if sweeping and folder.name != str(hydra.job.num):
         give_up("train", "hydra.sweep.subdir is not the number of the job, by which reports and resume=true find it")
+    if sweeping and hydra.job.num == 0 and config.resume is not True and is_sweep(folder.parent):
+        give_up("train", f"{folder.parent} holds a sweep: resume=true goes on with it, or give another hydra.sweep.dir")
     if not config.name:
         give_up("train", "name is not given: write experiment=none instead of ~experiment, or name=NAME")
     if sweeping:

@@ -85,6 +85,8 @@ def _with_paths_as_text(config: DictConfig, kind: type) -> DictConfig:
 
 def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:
     """Calls `task` with the config of a verb; mistakes in the command line end with a sentence that knows better."""
+    # For modules of the user's own, which `python -m` would find; last, so that no file there hides a package.
+    sys.path.append(os.getcwd())
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     # Hydra prints errors in its own way, unless they are asked for in full.
     os.environ["HYDRA_FULL_ERROR"] = "1"

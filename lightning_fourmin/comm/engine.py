@@ -43,6 +43,8 @@ from lightning_fourmin.notes import add_note
 
 WHOLE_BYTES = 32 * 1024
 """A stretch of up to this size crosses between nodes in one exchange instead of two."""
+NUM_TAGS = 1 << 31
+"""Gloo takes no larger tag."""
 JOIN_S = 5.0
 POLL_S = 0.01
 
@@ -133,7 +135,7 @@ class Engine:
         start = 0
         for stretch in gradients.tensor_split(num_pieces):
             slot = None if bucket.slot is None else bucket.slot.narrow(start, stretch.numel())
-            self._held.append(Piece(bucket, stretch, slot, tag=self._num_pieces))
+            self._held.append(Piece(bucket, stretch, slot, tag=self._num_pieces % NUM_TAGS))
             start += stretch.numel()
             self._num_pieces += 1
         if is_last or self.meter is None or not self.meter.undisturbed:

@@ -97,7 +97,7 @@ class FusionPlan:
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise ValueError(
                 f"{name} makes sparse gradients, which fused buckets cannot carry: build it with sparse=False, or use "
                 "strategy='ddp'"

@@ -108,7 +108,8 @@ def _find(options: VerifyOptions) -> dict[str, list[str]]:
     else:
         paths = sorted(Path(options.path).glob("*.tar"))
         # An index that lies elsewhere has to say where the shards are.
-        names = [path.name if options.out is None else str(path.absolute()) for path in paths]
+        is_here = options.out is None or options.out.resolve() == Path(options.path).resolve()
+        names = [path.name if is_here else str(path.absolute()) for path in paths]
     if not names:
         raise ShardError(f"path={options.path} has no files that end in .tar")
     found: dict[str, list[str]] = defaultdict(list)

@@ -82,6 +82,8 @@ class ImageClassifier(LightningModule):
         self._label_smoothing, self._compile = label_smoothing, compile
         self._asked_for: list[dict[str, Any]] = []
         """Options of each group of the optimizer, before a checkpoint brings its own."""
+        self._option_names: set[str] = set()
+        """All that the optimizer has."""
         self.rate_plan: RatePlan | None = None
         """Known when training starts, since only then the number of steps is."""
         self._steps_per_epoch_before: float | None = None
@@ -154,6 +156,7 @@ class ImageClassifier(LightningModule):
         names = {"initial_lr", "weight_decay", "trust_coefficient", *getattr(self._optimizer, "keywords", {})}
         groups = self.trainer.optimizers[0].param_groups
         self._asked_for = [{name: group[name] for name in names & group.keys()} for group in groups]
+        self._option_names = groups[0].keys() - {"params"}
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -167,6 +170,11 @@ class ImageClassifier(LightningModule):
     def _take_what_was_asked_for(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
         """A run that goes on has the options of its checkpoint up to here."""
         changes = []
+        if unknown := self._option_names - optimizer.param_groups[0].keys():
+            raise ValueError(
+                f"the checkpoint is of another optimizer, which has no {', '.join(sorted(unknown))}: resume with the "
+                "same optimizer, or train without resume"
+            )
         for group, options in zip(optimizer.param_groups, self._asked_for, strict=False):
             changes += [
                 f"{name.removeprefix('initial_')} {group[name]} -> {value}"
