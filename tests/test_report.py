@@ -274,23 +274,27 @@ def test_curves_move_aside_and_along(tmp_path: Path) -> None:
     (second / "metrics.csv").write_text("c")
     make_room(second, first)
     assert [file.name for file in metrics_files(first)] == ["metrics-1.csv", "metrics-2.csv"]
-    assert [file.read_text() for file in metrics_files(second)] == ["c", "a", "b"]
+    assert [file.read_text() for file in metrics_files(second)] == ["a", "b"]
+    assert (second / "earlier-1" / "metrics-1.csv").read_text() == "c"
 
 
-def test_checkpoints_of_another_run_move_aside(tmp_path: Path) -> None:
-    for name in ("checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"):
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_files_of_another_run_move_aside(tmp_path: Path) -> None:
+    for name in ("checkpoints/last.ckpt", "hpc_ckpt_1.ckpt", "metrics.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    make_room(tmp_path, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hpc_ckpt_1.ckpt"]
+    for resumed, slurm_goes_on in ((tmp_path, False), (None, True)):
+        make_room(tmp_path, resumed, slurm_goes_on)
+        assert names(tmp_path) == ["checkpoints", "hpc_ckpt_1.ckpt", "metrics-1.csv"]
     make_room(tmp_path, None)
-    assert sorted(path.name for path in (tmp_path / "checkpoints-1").iterdir()) == ["hpc_ckpt_1.ckpt", "last.ckpt"]
-    # In a job of SLURM Lightning would go on from it by itself.
+    assert names(tmp_path) == ["earlier-1"]
+    assert names(tmp_path / "earlier-1") == ["checkpoints", "hpc_ckpt_1.ckpt", "metrics-1.csv"]
     (tmp_path / "hpc_ckpt_1.ckpt").touch()
-    make_room(tmp_path, None, slurm_goes_on=True)
-    assert (tmp_path / "hpc_ckpt_1.ckpt").is_file()
     make_room(tmp_path, None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints-1", "checkpoints-2"]
+    assert names(tmp_path) == ["earlier-1", "earlier-2"]
 
 
 @pytest.mark.parametrize(

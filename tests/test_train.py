@@ -20,6 +20,7 @@ from torch import nn
 from composing import composed
 from lightning_fourmin import ImageClassifier
 from lightning_fourmin.app.closing import closing_lines
+from lightning_fourmin.app.resume import run_of
 from lightning_fourmin.checkpoints import AtomicCheckpointIO
 from lightning_fourmin.data.index import Index, Split
 from lightning_fourmin.report.metrics import read_metrics, resumed_steps
@@ -290,7 +291,7 @@ def test_a_module_of_the_users_own_in_a_folder_that_was_used(fourmin: Fourmin, t
     code, _, errors = fourmin("train", *own, *SHORT)
     assert code == 0, errors
     assert record(tmp_path / "run")["model"]["name"] == "Whole"
-    assert (tmp_path / "run" / "checkpoints-1" / "last.ckpt").read_text() == "of another run"
+    assert (tmp_path / "run" / "earlier-1" / "checkpoints" / "last.ckpt").read_text() == "of another run"
     assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 3
     going_on = [*own, *SHORT[1:], "trainer.max_epochs=2", "resume=true"]
     code, _, errors = fourmin("train", *going_on)
@@ -347,6 +348,13 @@ def test_a_sweep_is_told_to_go_on_as_a_whole(tmp_path: Path, monkeypatch: pytest
     record = replace(RUN, status="interrupted", overrides=("optim.lr=4",))
     (line,) = closing_lines(record, tmp_path / "some" / "sweep" / str(number))
     assert "`resume=true hydra.sweep.dir=some/sweep` goes on" in line
+
+
+@pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"])
+def test_the_run_that_has_saved_a_checkpoint(tmp_path: Path, name: str) -> None:
+    assert run_of(str(tmp_path / name)) is None
+    (tmp_path / "run.json").touch()
+    assert run_of(str(tmp_path / name)) == tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -54,5 +54,5 @@ def say(text: str) -> None:
 
 def run_of(checkpoint: str | None) -> Path | None:
     """The folder of the run that has saved a checkpoint, if it is a run of this command."""
-    folder = None if checkpoint is None else Path(checkpoint).absolute().parent.parent
-    return folder if folder is not None and (folder / RUN_NAME).is_file() else None
+    folders = () if checkpoint is None else Path(checkpoint).absolute().parents[:2]
+    return next((folder for folder in folders if (folder / RUN_NAME).is_file()), None)

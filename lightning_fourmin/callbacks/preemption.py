@@ -35,12 +35,13 @@ class _Asked(IntEnum):
 class PreemptionCheckpoint(Callback):
     """Saves and ends all ranks soon after any of them gets SIGTERM; the exit code is 143.
 
-    The file is `last.ckpt`, which `ckpt_path="last"` goes on from. Ranks ask each other about once a second, after a
-    step on which they have agreed, and after the last step of an epoch: then they save, finish the epoch with its
-    validation, and save and end after the first step of the next. Validation inside an epoch is finished before they
-    ask. Asked before the first step, they end without a file. Lightning's own handler broadcasts from wherever the
-    signal finds a rank, which blocks if the others are elsewhere; this callback takes its place. It also takes that of
-    the broadcast with which Lightning asks before every batch, so that ranks do not wait for each other there.
+    The file is `last.ckpt`. `ckpt_path="last"` finds it beside the files of the Trainer's ModelCheckpoint; where there
+    are none, give its path. Ranks ask each other about once a second, after a step on which they have agreed, and after
+    the last step of an epoch: then they save, finish the epoch with its validation, and save and end after the first
+    step of the next. Validation inside an epoch is finished before they ask. Asked before the first step, they end
+    without a file. Lightning's own handler broadcasts from wherever the signal finds a rank, which blocks if the others
+    are elsewhere; this callback takes its place. It also takes that of the broadcast with which Lightning asks before
+    every batch, so that ranks do not wait for each other there.
 
     The same on SLURM when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where Lightning saves
     from the midst of a step: then the job is queued again, too, and a second file lies where Lightning looks for it, so

@@ -1,6 +1,6 @@
 """The files that hold the curves of a run: one for each time it was started, the last of them `metrics.csv`.
 
-A run that begins afresh in a folder that another has used sets the checkpoints of that one aside.
+A run that begins afresh in a folder that another has used sets curves and checkpoints of that one aside.
 """
 
 import re
@@ -24,30 +24,31 @@ def metrics_files(folder: Path) -> list[Path]:
 
 
 def make_room(folder: Path, resumed: Path | None, slurm_goes_on: bool = False) -> None:
-    """Sets the files in `folder` aside, since Lightning's logger begins with an empty one.
+    """Begins a file of curves in `folder`: Lightning's logger wants to find none.
 
     A run that goes on from that of another folder takes the curves along from there. One that does not go on from this
-    folder must not be taken for the one that has left checkpoints in it; what an earlier start of the same job of SLURM
-    has left (`slurm_goes_on`) stays.
+    folder must not be taken for the one that has left files in it, unless that is an earlier start of the same job of
+    SLURM (`slurm_goes_on`).
     """
     last = folder / METRICS_NAME
     if last.is_file():
         last.rename(_next(folder))
     if resumed is not None and resumed.resolve() == folder.resolve():
         return
-    checkpoints = folder / CHECKPOINTS_NAME
-    of_slurm = [] if slurm_goes_on else sorted(folder.glob(SLURM_CHECKPOINTS))
-    if checkpoints.is_dir() or of_slurm:
-        number = next(number for number in count(1) if not (folder / f"{CHECKPOINTS_NAME}-{number}").exists())
-        aside = folder / f"{CHECKPOINTS_NAME}-{number}"
-        if checkpoints.is_dir():
-            checkpoints.rename(aside)
-        aside.mkdir(exist_ok=True)
-        for file in of_slurm:
-            file.rename(aside / file.name)
+    if not slurm_goes_on:
+        _set_aside([folder / CHECKPOINTS_NAME, *folder.glob(SLURM_CHECKPOINTS), *metrics_files(folder)])
     if resumed is not None:
         for file in metrics_files(resumed):
             shutil.copyfile(file, _next(folder))
+
+
+def _set_aside(paths: list[Path]) -> None:
+    found = [path for path in paths if path.exists()]
+    if found:
+        aside = next(aside for number in count(1) if not (aside := found[0].with_name(f"earlier-{number}")).exists())
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
 
 
 def _earlier(folder: Path) -> dict[int, Path]:
