@@ -36,8 +36,8 @@ class FourMinPrecision(HalfPrecision):
     16-bit ones. FP32 tensors of a batch arrive in 16 bit; float64 tensors arrive as they are.
 
     Outside of the backward pass gradients are FP32 and unscaled: hooks, clipping and optimizers need to know nothing.
-    A step with a non-finite gradient is skipped, on all ranks alike since that is decided after the all-reduce, and
-    counted: `fourmin/skipped_steps` and `fourmin/loss_scale` are logged.
+    A step with a non-finite gradient on any rank is skipped on all of them, and counted: `fourmin/skipped_steps` and
+    `fourmin/loss_scale` are logged.
 
     Args:
         dtype: "fp16" or "bf16".
@@ -71,6 +71,8 @@ class FourMinPrecision(HalfPrecision):
         self._module: nn.Module | None = None
         self._outside: list[nn.Parameter] = []
         """Parameters that optimizers have and the module does not."""
+        self._ranks_differ = False
+        """Some gradients are not all-reduced."""
         self._widened: dict[str, nn.Parameter] = {}
         """By name: parameters that the module has brought in 16 bit."""
         self._stand_ins: StandIns | None = None
@@ -103,6 +105,9 @@ class FourMinPrecision(HalfPrecision):
         inside = set(model.parameters())
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         self._outside = [parameter for group in groups for parameter in group["params"] if parameter not in inside]
+        assert self._module is not None
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        self._ranks_differ = bool(self._outside) or any(name in ignored for name, _ in self._module.named_parameters())
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -156,6 +161,8 @@ class FourMinPrecision(HalfPrecision):
         result = closure()
         number = next(i for i, other in enumerate(model.trainer.optimizers) if other is optimizer)
         finite = all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
+        if self._ranks_differ:
+            finite = model.trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)

@@ -59,6 +59,31 @@ def test_all_ranks_skip_together(ranks: RankPool, algorithm: str) -> None:
     assert (skipped_steps, scale) == (2, 2.0**14)
 
 
+class OwnBias(OneBadRank):
+    """Each rank has a parameter of its own, which alone sees the loss that is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ParameterList([torch.zeros(())])
+        # By its layer: DDP does not know a parameter of the module itself by its name.
+        self._ddp_params_and_buffers_to_ignore = ["own.0"]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        is_bad = self.global_rank == 1 and batch_idx in self.bad_batches
+        return Net.training_step(self, batch, batch_idx) + self.own[0] * (self.value if is_bad else 0.5)
+
+
+def skip_for_an_own_gradient() -> tuple[str, int, float]:
+    net, precision = train(FourMinStrategy(), OwnBias)
+    return digest(weights(net)), precision.loss_scale.skipped_steps, precision.loss_scale.value
+
+
+def test_all_ranks_skip_for_a_gradient_that_one_of_them_keeps(ranks: RankPool) -> None:
+    answers = ranks.run(skip_for_an_own_gradient, nodes=NODES)
+    assert len(set(answers)) == 1
+    assert answers[0][1:] == (2, 2.0**14)
+
+
 def accumulate_with_overflow() -> tuple[str, int]:
     """The bad batch is not the one that is all-reduced."""
     net, precision = train(FourMinStrategy(fusion_mb=0.05), OneBadRank, accumulate_grad_batches=2)
