@@ -39,7 +39,7 @@ CHANGES = [
     ("alexnet_sgd", "alexnet_larger_sgd", {"global_batch"}),
     ("alexnet_fp16", "alexnet_larger_fp16", {"global_batch"}),
     ("resnet_baseline", "resnet_sgd", {"global_batch"}),
-    ("resnet_sgd", "resnet_lars", LARS | {"schedule.base_batch"}),
+    ("resnet_sgd", "resnet_lars", LARS | {"schedule.base_batch", "optim.weight_decay", "model.weight_decay"}),
     ("resnet_lars", "resnet_no_decay", NO_DECAY),
     ("resnet_no_decay", "resnet_fp16", FP16),
     ("resnet_no_decay", "resnet_fp16_naive", {"precision._target_"}),
