@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class FullyConnectedHeavy(nn.Sequential):
-    """A small AlexNet-BN: 2.2 M parameters, 97 % of them in three fully connected layers, for 32 px images."""
+    """A small AlexNet-BN: 2.2 M parameters, 99 % of them in three fully connected layers, for 32 px images."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ class _Block(nn.Module):
 
 
 class DeepNarrow(nn.Sequential):
-    """A ResNet of 27 blocks, 16 to 64 channels: 0.85 M parameters in 168 tensors, for 16 px images."""
+    """A ResNet of 27 blocks, 16 to 64 channels: 0.86 M parameters in 169 tensors, for 16 px images."""
 
     def __init__(self) -> None:
         widths = [16] * 9 + [32] * 9 + [64] * 9

@@ -22,7 +22,11 @@ SETTINGS = {
     "4x2_1gbit": "4 x 2, 1 Gbit/s",
     "1x2_100gbit": "one machine, 2 ranks",
 }
-POINTS = {"ms a step": "ms a step", "e": "scaling efficiency"}
+POINTS = {
+    "ms a step": "ms a step",
+    "ms that communication adds": "of them added by communication",
+    "e": "scaling efficiency",
+}
 """Ending of a row of paper.md -> what README calls it."""
 
 
@@ -47,16 +51,20 @@ def paper() -> str:
 
 def accuracy() -> str:
     rows = read_rows(RUNS)
+    changes: list[str] = []
+    place = 0
+    for name in ROWS:
+        change = name.partition("_")[2]
+        if change not in changes:
+            changes.insert(place, change)
+        place = changes.index(change) + 1
     lines = []
-    for name, (title, _) in ROWS.items():
-        model, _, change = name.partition("_")
-        if model != "alexnet":
-            continue
-        line = [title]
-        for one in MODELS:
-            row = f"{one}_{change}"
+    for change in changes:
+        names = [f"{model}_{change}" for model in MODELS]
+        line = [next(ROWS[name][0] for name in names if name in ROWS)]
+        for name in names:
             # Where the paper's figures come from is told on the page of the results.
-            line += [str(rows[row]), ROWS[row][1].partition(" [")[0]] if row in rows else ["-", "-"]
+            line += [str(rows[name]), ROWS[name][1].partition(" [")[0]] if name in rows else ["-", "-"]
         lines.append(line)
     return table(["change", *(head for title in MODELS.values() for head in (title, "paper"))], lines)
 

@@ -1,5 +1,6 @@
 """The command line: verbs as users type them, errors as one sentence and exit code 1."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -56,8 +57,12 @@ def test_pack_and_verify(fourmin: Fourmin, tmp_path: Path) -> None:
             "fourmin pack: there is no key shard_cout: did you mean shard_count?; `fourmin pack",
         ),
         (["pack", "src"], "fourmin pack: 'src' is not understood: arguments are key=value, and values with special"),
-        (["pack", "src=/dev", "out=/dev/null/x"], "fourmin pack: src=/dev has no images"),
+        (["pack", "src=/dev", "out=/proc/x"], "fourmin pack: src=/dev has no images"),
         (["plan", "model=resnet_small", "out=/dev/null"], "fourmin plan: /dev/null: "),
+        (["plan", "cluster=null"], "fourmin plan: cluster=null is not understood: ~cluster leaves a group out that"),
+        (["tune", "out=."], "fourmin tune: out=. must be a file whose name ends in .csv\n"),
+        (["tune", "out=table.svg"], "fourmin tune: out=table.svg must be a file whose name ends in .csv\n"),
+        (["tune", "-m", "devices=1,2"], "fourmin tune: its jobs would write one table over the other: call it once"),
         (["report"], "fourmin report: run: not given; `fourmin report --help` lists the keys\n"),
         (
             ["report", "run=nowhere"],
@@ -85,6 +90,14 @@ def test_report(fourmin: Fourmin, tmp_path: Path) -> None:
     assert (tmp_path / "many" / "0" / "report.html").is_file()
     assert "line 2: column lr holds no number" in (tmp_path / "many" / "report.html").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "many", "one"]
+
+
+def test_jobs_of_a_plan_have_folders_of_their_own(fourmin: Fourmin, tmp_path: Path) -> None:
+    code, output, _ = fourmin("plan", "-m", "model=resnet_small", "num_ranks=8,16", "most_ranks=16", "out=some/plan")
+    assert code == 0
+    assert "plan.svg and trace.json in some/plan/1" in output
+    plans = [json.loads((tmp_path / "some" / "plan" / number / "plan.json").read_text()) for number in "01"]
+    assert [plan["prediction"]["N"] for plan in plans] == [8, 16]
 
 
 def test_help(fourmin: Fourmin) -> None:

@@ -46,12 +46,10 @@ def dataset(split: Split, folder: Path, transform: Any = number_of, **kwargs: An
 def train_loader(
     split: Split, folder: Path, rank: int = 0, deal: Deal = ONE_RANK, processes: bool = False, **kwargs: Any
 ) -> TrainLoader:
-    remainder = kwargs.pop("remainder", "drop")
+    of_loader = {"remainder": kwargs.pop("remainder", "drop"), "num_accumulated": kwargs.pop("num_accumulated", 1)}
     num_workers = deal.num_workers if processes else 0
     data = dataset(split, folder, **kwargs)
-    return TrainLoader(
-        data, deal, rank, remainder=remainder, num_workers=num_workers, prefetch_factor=2, pin_memory=False
-    )
+    return TrainLoader(data, deal, rank, num_workers=num_workers, prefetch_factor=2, pin_memory=False, **of_loader)
 
 
 def take(loader: Any, num_batches: int | None = None) -> list[list[int]]:
@@ -284,6 +282,9 @@ def test_a_missing_shard_is_skipped_the_same_way_on_any_ranks_and_resumed(tmp_pa
 def test_too_few_samples(split: Split, folder: Path) -> None:
     with pytest.raises(ShardError, match=r"34 samples, less than the global batch of 36 \(3 ranks x 12\)"):
         train_loader(split, folder, deal=Deal(3, 12, 1))
+    message = r"the global batch of 36 \(3 ranks x 4 x 3 batches a step\): lower batch_size or the batches that"
+    with pytest.raises(ShardError, match=message):
+        train_loader(split, folder, deal=Deal(3, 4, 1), num_accumulated=3)
     with pytest.raises(ShardError, match="34 samples for 35 ranks"):
         EvalLoader(dataset(split, folder), Deal(35, 1, 1), 0, num_workers=0, prefetch_factor=2, pin_memory=False)
 

@@ -336,7 +336,12 @@ def test_nothing_is_overwritten(images: Path, tmp_path: Path) -> None:
 
 def test_no_images(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="has no images: it must hold one folder a class"):
-        pack(PackOptions(tmp_path, tmp_path / "out"))
+        pack(PackOptions(tmp_path, tmp_path.parent / "out"))
+
+
+def test_shards_do_not_become_a_class(images: Path) -> None:
+    with pytest.raises(ShardError, match=rf"out={images}/shards lies in src={images}, where folders are classes"):
+        packed(images, images / "shards")
 
 
 def test_a_folder_above_the_classes(images: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fourmin.report.headline import summary_so_far
 from lightning_fourmin.report.metrics import read_metrics, resumed_steps
 from lightning_fourmin.report.page import write_report
 from lightning_fourmin.report.parts import make_room, metrics_files
@@ -216,6 +217,14 @@ def test_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
     page = page_of(tmp_path, replace(RUN, summary=Summary()))
     assert "2 values of training, the first at step 17, cannot be drawn: not a finite number." in page.text
     assert "3 values of rate of group 0, the first at step 0, cannot be drawn" in page.text
+
+
+def test_a_diverged_run_has_no_loss_of_an_earlier_epoch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,val/loss,val/top1\n44,0.3,0.9\n88,nan,0.1\n")
+    metrics = read_metrics(tmp_path)
+    assert summary_so_far(replace(RUN, summary=Summary(top1=0.1)), metrics) == Summary(top1=0.1)
+    (tmp_path / "metrics.csv").write_text("step,val/loss,val/top1\n44,nan,0.1\n88,0.3,0.9\n")
+    assert summary_so_far(replace(RUN, summary=Summary()), read_metrics(tmp_path)) == Summary(top1=0.9, val_loss=0.3)
 
 
 def test_the_last_line_may_be_half_written_and_steps_may_come_again(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from test_ddp_features import TwoOptimizers
 from training import Regression, data, rank_trainer
 
 FIELDS = {f"fourmin/{name}" for name in ScalingSummary.__dataclass_fields__}
-WITHOUT_ENGINE = {f"fourmin/{name}" for name in ("S", "N", "T", "step_ms")}
+WITHOUT_ENGINE = {f"fourmin/{name}" for name in ("N", "T", "step_ms")}
 
 
 def communication(*buckets: tuple[int, float, float, float], waits: tuple[tuple[float, float], ...] = ()) -> Any:
@@ -98,8 +98,8 @@ def test_what_was_measured_alone_decides() -> None:
 
 def test_summary_where_communication_is_not_known() -> None:
     found = summarize([_Step(8, 0.1, math.nan, math.nan, 0)] * 2)
-    assert (pytest.approx(80), pytest.approx(160), 2) == (found.S, found.T, found.N)
-    assert found.e is found.exposed_ms is found.comm_ms is found.slowest_rank is None
+    assert (pytest.approx(160), 2) == (found.T, found.N)
+    assert found.S is found.e is found.exposed_ms is found.comm_ms is found.slowest_rank is None
 
 
 class Slow(Callback):
@@ -187,8 +187,8 @@ def test_other_ways_to_train(ranks: RankPool) -> None:
     # Two optimizers count two global steps a batch.
     assert manual.T * manual.step_ms / 1e3 == pytest.approx(4)
     assert ddp_metrics.keys() & FIELDS == WITHOUT_ENGINE
-    assert bar.keys() == {"S", "T"}
-    assert pytest.approx(ddp.T / 2) == ddp.S
+    assert bar.keys() == {"T"}
+    assert ddp.S is None
     assert ddp.e is None
     assert not no_metrics.keys() & FIELDS
     assert silent.e > 0

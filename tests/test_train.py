@@ -91,6 +91,16 @@ def test_a_sweep_that_cannot_go_on(fourmin: Fourmin, tmp_path: Path) -> None:
     assert "sweep has no jobs to go on with: the sweep begins" in errors
 
 
+def test_a_sweep_from_a_checkpoint_goes_on_from_it(fourmin: Fourmin) -> None:
+    """With resume=true, jobs that had not begun would begin with random weights, beside others that did not."""
+    command = ["resume=nowhere", "optim.lr=4", "hydra.sweep.dir=sweep"]
+    for _ in range(2):
+        code, _, errors = fourmin("train", "-m", *command)
+        assert (code, "job 0: resume=nowhere: nowhere does not exist" in errors) == (1, True), errors
+    code, _, errors = fourmin("train", "-m", "resume=true", *command[1:])
+    assert (code, "sweep/0 holds the job `resume=nowhere optim.lr=4`: give the sweep" in errors) == (1, True), errors
+
+
 def test_a_sweep_with_a_metric_that_there_is_not(fourmin: Fourmin) -> None:
     code, output, errors = fourmin("train", "-m", "optim.lr=4,5", "metric=accuracy", *SHORT)
     assert code == 1
@@ -252,6 +262,13 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
         (["global_batch=abc"], "global_batch=abc is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
         (["-m", "hydra.sweep.subdir=job"], "hydra.sweep.subdir is not the number of the job, by which reports and"),
         (["metric=accuracy"], "metric=accuracy is not known"),
+        (["seed=null"], "seed=None must be a whole number from 0 to 4294967295"),
+        (["seed=-1"], "seed=-1 must be a whole number from 0 to 4294967295"),
+        (["data.path=shards/mine"], "data.path=shards/mine, but image size, rate and length would be those of the"),
+        (["data.train_split=trian"], "digits has no split 'trian' (it has train, val): choose one of these"),
+        (["data.val_split=test"], "digits has no split 'test' (it has train, val): choose one of these"),
+        (["logger=null"], "logger=null is not understood: ~logger leaves a group out that there is by default"),
+        (["experiment=null"], "experiment=null is not understood: write experiment=none"),
         (["trainer.num_nodes=2"], "trainer.num_nodes=2, but this command starts ranks on one machine: start it with"),
     ],
 )
@@ -348,6 +365,9 @@ def test_a_sweep_is_told_to_go_on_as_a_whole(tmp_path: Path, monkeypatch: pytest
     record = replace(RUN, status="interrupted", overrides=("optim.lr=4",))
     (line,) = closing_lines(record, tmp_path / "some" / "sweep" / str(number))
     assert "`resume=true hydra.sweep.dir=some/sweep` goes on" in line
+    begun_from = replace(record, overrides=("resume=runs/base", "optim.lr=4"))
+    (line,) = closing_lines(begun_from, tmp_path / "some" / "sweep" / str(number))
+    assert "`resume=runs/base hydra.sweep.dir=some/sweep` goes on" in line
 
 
 @pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"])

@@ -12,5 +12,5 @@ sweep() {
 sweep alexnet_lars seed=1,2,3 experiment=alexnet_lars,alexnet_no_decay,alexnet_bn5,alexnet_fp16,alexnet_fp16_naive
 sweep alexnet_sgd seed=1,2,3 experiment=alexnet_baseline,alexnet_sgd
 sweep alexnet_larger seed=1 experiment=alexnet_larger_sgd,alexnet_larger_fp16
-sweep resnet seed=1 experiment=resnet_sgd,resnet_lars,resnet_fp16_naive
+sweep resnet seed=1 experiment=resnet_sgd,resnet_sgd_tuned,resnet_lars,resnet_fp16_naive
 sweep resnet_seeds seed=1,2,3 experiment=resnet_baseline,resnet_no_decay,resnet_fp16

@@ -19,7 +19,8 @@ def closing_lines(record: RunRecord, folder: Path) -> list[str]:
             last, how = "step that was saved", "asked to end by SIGTERM"
         words = shlex.quote(override("resume", where))
         if record.overrides:
-            words = f"resume=true {shlex.quote(override('hydra.sweep.dir', os.path.relpath(folder.parent)))}"
+            start = next((text for text in record.overrides if text.startswith("resume=")), "resume=true")
+            words = f"{shlex.quote(start)} {shlex.quote(override('hydra.sweep.dir', os.path.relpath(folder.parent)))}"
         going_on = f"`{words}` goes on after the last {last}"
         rest = going_on if saved(folder) or record.overrides else "nothing was saved yet"
         return [f"fourmin train: {how}; {rest}"]
@@ -36,10 +37,10 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         accuracy = f"{summary.top1:.1%} top-1, {summary.top5:.1%} top-5"
     rows = [("accuracy", accuracy)]
     if summary.images_per_s is not None:
-        parts = [f"S {summary.S:,.0f}"] if summary.S is not None else []
-        parts += [f"N {summary.N}"] if summary.N is not None else []
-        parts += [f"e {summary.e:.2f}"] if summary.e is not None else []
-        rows.append(("images/s", f"{summary.images_per_s:,.0f} = {' x '.join(parts)}"))
+        factors = ""
+        if summary.S is not None and summary.e is not None:
+            factors = f" = S {summary.S:,.0f} x N {summary.N} x e {summary.e:.2f}"
+        rows.append(("images/s", f"{summary.images_per_s:,.0f}{factors}"))
     if summary.steps is not None:
         skipped = "" if summary.skipped_steps is None else f", {summary.skipped_steps} skipped"
         rows.append(("steps", f"{summary.steps:,d} in {plural(summary.epochs or 0, 'epoch')}{skipped}"))

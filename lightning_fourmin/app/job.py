@@ -32,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
     classes = {"num_classes": num_classes} if num_classes else {}
     make_module = instantiate(config["model"], _partial_=True, _convert_="all")
     module: LightningModule = make_module(optimizer=optimizer, schedule=schedule, **classes)
-    callbacks = _parts(config["callbacks"])
+    callbacks = _parts(config.get("callbacks"))
     if optimizer.func is not LARS:
         callbacks.pop("trust_ratios", None)
     if external_rank() is None and "preemption" not in callbacks:
@@ -45,7 +45,7 @@ def train(config: dict[str, Any]) -> None:
         strategy=instantiate(config["strategy"], _convert_="all"),
         plugins=[instantiate(config["precision"], _convert_="all")],
         callbacks=[*callbacks.values(), StepSeed(config["seed"]), RunRecorder(Path(config["run_dir"]))],
-        logger=list(_parts(config["logger"]).values()),
+        logger=list(_parts(config.get("logger")).values()),
         default_root_dir=config["run_dir"],
         enable_progress_bar="progress_bar" in callbacks,
         enable_model_summary="model_summary" in callbacks,

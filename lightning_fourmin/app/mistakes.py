@@ -29,6 +29,17 @@ def explain(error: HydraException, verb: str, folder: Path, arguments: Sequence[
     return str(error)
 
 
+def explain_null(folder: Path, arguments: Sequence[str]) -> str | None:
+    """A sentence for `group=null`, for which Hydra has only a traceback; None if no argument is one."""
+    for argument in arguments:
+        group, _, value = argument.partition("=")
+        if group and value == "null" and (folder / group).is_dir():
+            if (folder / group / "none.yaml").is_file():
+                return f"{argument} is not understood: write {group}=none"
+            return f"{argument} is not understood: ~{group} leaves a group out that there is by default"
+    return None
+
+
 def _meant(word: str, known: Iterable[str]) -> str:
     """The nearest of the known words as a question; keys may be meant by their last part."""
     known = list(known)
@@ -39,7 +50,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 def _keys(verb: str, folder: Path, wrong: str, arguments: Sequence[str]) -> list[str]:
     """All keys of the verb's config, those that its other arguments bring along included."""
-    others = [text for text in arguments if "=" in text and not text.startswith("-") and wrong not in text]
+    others = [text for text in arguments if re.match(r"~|[^-].*=", text) and wrong not in text]
     for overrides in (others, []):
         GlobalHydra.instance().clear()
         try:

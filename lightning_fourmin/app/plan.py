@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from torch import nn
 
 from lightning_fourmin.app.net import named_model, own_module, sample_shape, unfit_input
@@ -60,8 +62,11 @@ def _plan(options: PlanOptions) -> None:
     outlook = predict(options)
     print(outlook)
     if options.out is not None:
-        outlook.write(Path(options.out))
-        print(f"\nwritten: plan.json, plan.svg and trace.json in {options.out}")
+        hydra, folder = HydraConfig.get(), Path(options.out)
+        if hydra.mode == RunMode.MULTIRUN:
+            folder /= str(hydra.job.num)
+        outlook.write(folder)
+        print(f"\nwritten: plan.json, plan.svg and trace.json in {folder}")
 
 
 def predict(options: PlanOptions) -> Outlook:

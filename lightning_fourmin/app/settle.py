@@ -31,10 +31,11 @@ class ConfigError(ValueError):
 def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
     """Plain values for the training that has its files in `folder`."""
     # As composed, so that all ranks of a launcher look in the same place; in a sweep the folder is another one.
-    named = Path(config.run_dir)
+    named = Path(str(config.run_dir))
     config.run_dir = str(folder)
     plain = _resolved(config)
-    _check_recipe()
+    _check_recipe(plain["data"])
+    _check_seed(plain["seed"])
     if external_rank() is None and plain["trainer"]["num_nodes"] != 1:
         raise ConfigError(
             f"trainer.num_nodes={plain['trainer']['num_nodes']}, but this command starts ranks on one machine: start "
@@ -43,7 +44,7 @@ def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
     plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
     plain["resume"] = _checkpoint(folder_to_go_on_in(named) or plain["resume"], named)
     _check_metric(plain["metric"])
-    _check_data(plain["data"])
+    _check_data(plain["data"], validates=plain["trainer"].get("limit_val_batches") != 0)
     return plain
 
 
@@ -64,14 +65,23 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _check_recipe() -> None:
+def _check_recipe(data: dict[str, Any]) -> None:
     # The demo's experiment has the name of its data.
     choices = HydraConfig.get().runtime.choices
-    if choices.get("experiment") == DIGITS and choices.get("data") != DIGITS:
+    if choices.get("experiment") != DIGITS:
+        return
+    path = data.get("path", DIGITS)
+    if choices.get("data") != DIGITS or path != DIGITS:
+        given = f"data={choices['data']}" if choices.get("data") != DIGITS else f"data.path={path}"
         raise ConfigError(
-            f"data={choices['data']}, but image size, rate and length would be those of the demo, experiment={DIGITS}: "
+            f"{given}, but image size, rate and length would be those of the demo, experiment={DIGITS}: "
             "choose another experiment, or experiment=none and set them yourself"
         )
+
+
+def _check_seed(seed: Any) -> None:
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
 
 
 def num_local_ranks(trainer: dict[str, Any]) -> int:
@@ -131,13 +141,13 @@ def _check_metric(name: str) -> None:
         raise ConfigError(f"metric={name} is not known: choose one of {', '.join(known)}")
 
 
-def _check_data(data: dict[str, Any]) -> None:
+def _check_data(data: dict[str, Any], validates: bool) -> None:
     """Reads the index now: it says what is missing sooner than ranks could, and the demo data is written once."""
     module = instantiate(data, _convert_="all")
     if not isinstance(module, ShardDataModule):
         return
     try:
-        _ = module.index
+        index = module.index
     except ShardError as error:
         if is_url(module.path) or (Path(module.path) / INDEX_NAME).exists():
             raise
@@ -145,3 +155,5 @@ def _check_data(data: dict[str, Any]) -> None:
             f"{error}. From a folder of images with one folder a class: `fourmin pack src=FOLDER out={module.path} "
             "split=train`, then the same with split=val"
         ) from error
+    for stage in ("train", "val") if validates else ("train",):
+        index.split(module.splits[stage], module.path)

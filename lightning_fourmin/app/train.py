@@ -57,17 +57,18 @@ def _job(config: DictConfig) -> float:
             give_up("train", f"rank {rank}: {message_of(error)}")
         return math.nan
     folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
-    # Whether it goes on is no setting of a job.
-    overrides = tuple(text for text in hydra.overrides.task if not text.startswith("resume=")) if sweeping else ()
+    # Whether it goes on is no setting of a job; which checkpoint it begins from is one.
+    goes_on = ("resume=true", "resume=false")
+    overrides = tuple(text for text in hydra.overrides.task if text.lower() not in goes_on) if sweeping else ()
     if sweeping and folder.name != str(hydra.job.num):
         give_up("train", "hydra.sweep.subdir is not the number of the job, by which reports and resume=true find it")
-    if sweeping and hydra.job.num == 0 and config.resume is not True and is_sweep(folder.parent):
+    if sweeping and hydra.job.num == 0 and not _resumes(config) and is_sweep(folder.parent):
         give_up("train", f"{folder.parent} holds a sweep: resume=true goes on with it, or give another hydra.sweep.dir")
     if not config.name:
         give_up("train", "name is not given: write experiment=none instead of ~experiment, or name=NAME")
     if sweeping:
         print(f"\njob {hydra.job.num}: {' '.join(overrides)}", flush=True)
-    record = _done_before(config, folder, overrides) if sweeping and config.resume is True else None
+    record = _done_before(config, folder, overrides) if sweeping and _resumes(config) else None
     if record is None:
         with _alone_in(folder):
             record = _run(config, folder, overrides)
@@ -78,6 +79,10 @@ def _job(config: DictConfig) -> float:
     # An unknown metric is among the reasons to fail.
     value = getattr(record.summary, config.metric) if ok else None
     return math.nan if value is None else float(value)
+
+
+def _resumes(config: DictConfig) -> bool:
+    return config.resume is not None and config.resume is not False
 
 
 @contextmanager
@@ -97,9 +102,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _done_before(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRecord | None:
     """The record of a job of a resumed sweep that needs nothing more; others go on where they were, or begin."""
-    config.resume = str(folder) if saved(folder) else False
+    going_on = config.resume is True
+    if saved(folder):
+        config.resume = str(folder)
+    elif going_on:
+        config.resume = False
     if not (folder / RUN_NAME).is_file():
-        if folder.name == "0":  # jobs run in order, so there was none
+        if going_on and folder.name == "0":  # jobs run in order, so there was none
             say(f"{folder.parent} has no jobs to go on with: the sweep begins (hydra.sweep.dir names an earlier one)")
         return None
     try:

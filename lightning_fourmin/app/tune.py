@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -60,6 +61,8 @@ class TuneOptions:
         for name in ("devices", "budget_s", "largest_mb", "num_classes", "image_size", "batch_size"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be above 0")
+        if self.out is not None and (Path(self.out).suffix != ".csv" or Path(self.out).is_dir()):
+            raise ValueError(f"out={self.out} must be a file whose name ends in .csv")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise ValueError(f"wire_dtype={self.wire_dtype} is not known: choose one of null, fp32, fp16, bf16")
         net = self.build_net()
@@ -87,6 +90,8 @@ class TuneOptions:
 
 
 def main() -> None:
+    if {"-m", "--multirun"} & set(sys.argv):
+        give_up("tune", "its jobs would write one table over the other: call it once for each, with out= of its own")
     run("tune", TuneOptions, _tune)
 
 

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_fourmin.app.mistakes import explain
+from lightning_fourmin.app.mistakes import explain, explain_null
 from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.predict.errors import PlanError
 from lightning_fourmin.report.run_files import RunError
@@ -87,6 +87,8 @@ def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:
     """Calls `task` with the config of a verb; mistakes in the command line end with a sentence that knows better."""
     # For modules of the user's own, which `python -m` would find; last, so that no file there hides a package.
     sys.path.append(os.getcwd())
+    if mistake := explain_null(CONF, sys.argv[1:]):
+        give_up(verb, mistake)
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     # Hydra prints errors in its own way, unless they are asked for in full.
     os.environ["HYDRA_FULL_ERROR"] = "1"

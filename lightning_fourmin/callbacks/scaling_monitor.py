@@ -30,7 +30,7 @@ KEPT_ALONE = 9
 class ScalingSummary:
     """Throughput T = S * N * e of all ranks, from medians over steps; None where it is not known."""
 
-    S: float
+    S: float | None
     """Samples a second of one rank while it neither waits for others nor sends gradients."""
     N: int
     """Ranks."""
@@ -83,8 +83,8 @@ class ScalingMonitor(Callback):
     sent after backward instead of during it (three steps soon after the start, then every 64th): what such a step
     computes in is what S and e go by. The other figures are of the other steps.
 
-    Only the `fourmin` strategy tells when gradients are under way. With other strategies on several ranks S, N, T and
-    the step time are logged, and S includes the waits: it is T / N. On one rank e is 1.
+    Only the `fourmin` strategy tells when gradients are under way. With other strategies on several ranks N, T and the
+    step time are logged. On one rank e is 1.
     """
 
     def __init__(self) -> None:
@@ -233,8 +233,8 @@ def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
     samples_a_s = sum(step.num_samples for step in everyones) / step_s
     exposed_s = statistics.fmean(step.exposed_s for step in everyones)
     if math.isnan(exposed_s):
-        unknown = dict.fromkeys(("e", "comm_ms", "exposed_ms", "bus_mb_per_s", "slowest_rank", "slowest_wait_ms"))
-        return ScalingSummary(S=samples_a_s / num_ranks, N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s, **unknown)
+        unknown = dict.fromkeys(("S", "e", "comm_ms", "exposed_ms", "bus_mb_per_s", "slowest_rank", "slowest_wait_ms"))
+        return ScalingSummary(N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s, **unknown)
     computing_s = [step.computing_s for step in everyones]
     alone_s = [step.computing_s if math.isnan(step.alone_s) else min(step.alone_s, step.step_s) for step in everyones]
     efficiency = statistics.fmean(s / step.step_s for s, step in zip(alone_s, everyones, strict=True))

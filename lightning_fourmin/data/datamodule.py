@@ -110,7 +110,8 @@ class ShardDataModule(LightningDataModule):
             "val": evaluation,
             "test": evaluation,
         }
-        self._splits = {"train": train_split, "val": val_split, "test": test_split}
+        self.splits = {"train": train_split, "val": val_split, "test": test_split}
+        """By stage: name in the index."""
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
         self._seed = seed
@@ -153,7 +154,7 @@ class ShardDataModule(LightningDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Batches that each rank has in an epoch, known without making a loader."""
-        deal, split = self._deal(), self.index.split(self._splits["train"], self.path)
+        deal, split = self._deal(), self.index.split(self.splits["train"], self.path)
         return deal.num_batches(deal.epoch(split.num_samples, self._remainder, self._num_accumulated))
 
     @property
@@ -266,7 +267,7 @@ class ShardDataModule(LightningDataModule):
         return Deal(world, self.batch_size, max(1, self._num_workers))
 
     def _loader(self, kind: type[LoaderType], stage: str, *, window: int, **kwargs: Any) -> LoaderType:
-        name, transform = self._splits[stage], self._transforms[stage]
+        name, transform = self.splits[stage], self._transforms[stage]
         if isinstance(transform, ImageTransform):
             transform = replace(transform, num_classes=self.num_classes)
         # Training needs batches of one size; in evaluation a sample that counts twice would change the result.

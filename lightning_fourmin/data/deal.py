@@ -63,14 +63,11 @@ class Deal:
     def epoch(self, num_samples: int, remainder: Remainder, num_accumulated: int = 1) -> Stretches:
         """The line of an epoch, shortened or prolonged from its start to a whole number of steps.
 
-        A step has `num_accumulated` global batches; where there are not enough samples for one, a global batch counts.
+        A step has `num_accumulated` global batches.
         """
         if num_samples == 0:
             return ()
-        step = self.global_batch * num_accumulated
-        if num_samples < step:
-            step = self.global_batch
-        return _filled((Stretch(0, num_samples),), step, remainder, num_samples)
+        return _filled((Stretch(0, num_samples),), self.global_batch * num_accumulated, remainder, num_samples)
 
     def rest(self, left: Stretches, whole: Stretches, remainder: Remainder, num_samples: int) -> Stretches:
         """What other ranks left of an epoch, in whole global batches of these; no more than the `whole` line has."""

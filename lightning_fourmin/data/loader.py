@@ -159,9 +159,13 @@ class TrainLoader(ShardLoader):
         self._whole = deal.epoch(num_samples, remainder, num_accumulated)
         self._num_batches = deal.num_batches(self._whole)
         if not self._num_batches:
+            times, lower = "", "batch_size"
+            if num_accumulated > 1:
+                times, lower = f" x {num_accumulated} batches a step", "batch_size or the batches that a step accumulates"
             raise ShardError(
-                f"the split has {num_samples} samples, less than the global batch of {deal.global_batch} "
-                f"({deal.world} ranks x {deal.batch_size}): lower batch_size or set remainder='wrap'"
+                f"the split has {num_samples} samples, less than the global batch of "
+                f"{deal.global_batch * num_accumulated} ({deal.world} ranks x {deal.batch_size}{times}): lower {lower}, "
+                "or set remainder='wrap'"
             )
         self._knows_ranks = num_taken is not None
         """Whether a Trainer has it made."""

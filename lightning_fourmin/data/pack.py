@@ -49,6 +49,8 @@ class PackOptions:
     def __post_init__(self) -> None:
         if not self.src.is_dir():
             raise ShardError(f"src={self.src} is not a folder")
+        if self.src.resolve() in self.out.resolve().parents:
+            raise ShardError(f"out={self.out} lies in src={self.src}, where folders are classes: choose another out")
         if not self.split or "/" in self.split or "." in self.split:
             raise ShardError(f"split={self.split!r} is part of file names: it may not be empty nor have / or . in it")
         for name, value, low, high in (

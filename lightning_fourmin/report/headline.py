@@ -20,7 +20,9 @@ class Headline:
 def summary_so_far(record: RunRecord, metrics: Metrics) -> Summary:
     """The summary, with what a run that did not end has logged in place of what is missing."""
     there = {name: series for name, series in metrics.items() if len(series.steps)}
-    logged: dict[str, Any] = {field: there[name].last for field, name in _LAST.items() if name in there}
+    logged: dict[str, Any] = {
+        field: there[name].last for field, name in _LAST.items() if name in there and not there[name].ends_bad
+    }
     # Speed is that of the last part: the others may have had other ranks.
     start = max(resumed_steps(metrics), default=0)
     last_part = {name: part for name, series in there.items() if len((part := series.since(start)).steps)}

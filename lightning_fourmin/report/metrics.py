@@ -25,6 +25,8 @@ class Series:
     values: Array
     num_bad: int = 0
     first_bad_step: int | None = None
+    ends_bad: bool = False
+    """Whether the last value was not finite."""
 
     @property
     def last(self) -> float:
@@ -126,4 +128,5 @@ def _series(points: dict[int, float]) -> Series:
     good = sorted((step, value) for step, value in points.items() if math.isfinite(value))
     bad = sorted(step for step, value in points.items() if not math.isfinite(value))
     table = np.array(good, dtype=np.float64).reshape(-1, 2)
-    return Series(table[:, 0], table[:, 1], len(bad), bad[0] if bad else None)
+    ends_bad = bool(bad) and max(points) == bad[-1]
+    return Series(table[:, 0], table[:, 1], len(bad), bad[0] if bad else None, ends_bad)
