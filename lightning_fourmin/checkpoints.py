@@ -3,12 +3,12 @@
 import fcntl
 import io
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_fil
 from typing_extensions import override
 
 PART = ".fourmin-part"
+_OLD_FORMAT = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+"""How files begin that torch saved before 1.6."""
 
 
 class CheckpointError(Exception):
@@ -63,10 +65,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             f"{path} is not a whole checkpoint: cut short, damaged, or another kind of file; resume from another"
         )
         if _is_local_file_protocol(path) and not _is_whole(_local(path)):
+            if _is_of_old_format(_local(path)):
+                raise CheckpointError(
+                    f"{path} is in torch's format of before 1.6, which has no checksums: load it with torch.load, save "
+                    "it to a new file with torch.save and resume from that"
+                )
             raise refusal
         try:
             return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
-        except (RuntimeError, UnpicklingError) as error:
+        except (RuntimeError, pickle.UnpicklingError) as error:
             found = re.search(r"GLOBAL (\S+)", str(error))
             if found is None:
                 raise refusal from error
@@ -110,10 +117,16 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
+def _is_of_old_format(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
+    return False
+
+
 def _publish(content: memoryview, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path.parent)
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    partial = _partial(path)
     try:
         with partial.open("wb", buffering=0) as file:
             with suppress(OSError):  # some network file systems have no locks; there leftovers stay
@@ -132,6 +145,13 @@ def _publish(content: memoryview, path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _partial(path: Path) -> Path:
+    """Beside the file; of a name that leaves no room for more, the end is cut off."""
+    end = f".{os.getpid()}{PART}"
+    room_bytes = os.pathconf(path.parent, "PC_NAME_MAX") - len(f".{end}")
+    return path.with_name(f".{os.fsencode(path.name)[:room_bytes].decode(errors='ignore')}{end}")
 
 
 def _remove_leftovers(folder: Path) -> None:

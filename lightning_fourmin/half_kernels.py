@@ -38,7 +38,7 @@ _PRODUCTS = frozenset(
         _MAX_POOL,
     }
 )
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 _BF16_UNITS = ("avx512_bf16", "bf16")
 """What `torch.cpu.get_capabilities` calls the units that multiply in BF16, on x86 and ARM."""
 
@@ -118,4 +118,4 @@ class HalfKernels(TorchDispatchMode):
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _HALVES and value.device.type == "cpu"
+    return isinstance(value, Tensor) and value.dtype in HALVES and value.device.type == "cpu"

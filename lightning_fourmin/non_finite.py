@@ -1,4 +1,4 @@
-"""Gradients that are not finite: found after the all-reduce, where all ranks see the same, and put into words."""
+"""Gradients that are not finite: found after the all-reduce, also where a rank keeps some, and put into words."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -24,30 +24,49 @@ def _values(gradient: Tensor) -> Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
+def outside_of(module: nn.Module, optimizers: list[Optimizer]) -> list[nn.Parameter]:
+    """Parameters that optimizers have and the module does not."""
+    inside = set(module.parameters())
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"] if parameter not in inside]
+
+
+def ranks_differ(module: nn.Module, optimizers: list[Optimizer]) -> bool:
+    """Whether some gradients are not all-reduced, so that one rank may find a bad one alone."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return bool(outside_of(module, optimizers)) or any(name in ignored for name, _ in module.named_parameters())
+
+
 @dataclass(frozen=True)
 class BadStep:
-    """A step whose gradients are not finite."""
+    """A step whose gradients are not finite, as one rank sees it."""
 
     global_step: int
     epoch: int
-    parameter: str
-    """The bad one that the backward pass came to first, if layers are registered in the order in which they run."""
+    parameter: str | None
+    """The bad one that the backward pass came to first, if layers are registered in the order in which they run; None:
+    only other ranks have a bad one."""
     num_bad: int
     num_gradients: int
 
     @classmethod
     def examine(cls, module: LightningModule, optimizer: Optimizer) -> "BadStep":
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        gradients = [(n, p.grad) for n, p in module.named_parameters() if p in mine and p.grad is not None]
+        parameters = [("a parameter outside of the module", p) for p in outside_of(module, [optimizer])]
+        parameters += [(repr(name), p) for name, p in module.named_parameters() if p in mine]
+        gradients = [(name, p.grad) for name, p in parameters if p.grad is not None]
         bad = [name for name, gradient in gradients if not _values(gradient).isfinite().all()]
-        parameter = repr(bad[-1]) if bad else "a parameter outside of the module"
+        parameter = bad[-1] if bad else None
         return cls(module.trainer.global_step, module.trainer.current_epoch, parameter, len(bad), len(gradients))
 
     def __str__(self) -> str:
+        step = f"global_step {self.global_step} of epoch {self.epoch}"
+        if self.parameter is None:
+            return f"{step} (on another rank; the gradients of this one are finite)"
         amount = f"{self.num_bad} of {self.num_gradients} gradients"
         if self.num_bad == self.num_gradients:
             amount = "all gradients, so it began before the backward pass: in the batch, a layer or the loss"
-        return f"global_step {self.global_step} of epoch {self.epoch} ({self.parameter} first; {amount})"
+        return f"{step} ({self.parameter} first; {amount})"
 
 
 def losses_of_ranks(trainer: Trainer, loss: Tensor | None) -> str:

@@ -1,5 +1,6 @@
 """Normalisation layers between 16-bit layers: parameters, statistics and arithmetic stay in FP32."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fourmin.half_kernels import HALVES
+
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 """Subclasses count: a layer is known by its type, whatever its `forward` does."""
 _MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm)}
@@ -15,7 +18,10 @@ _MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _Instan
 kernels are slower than two casts. Autocast itself casts the inputs of the others."""
 
 
-_HALF = (torch.float16, torch.bfloat16)
+def tensors_of_norms(module: nn.Module) -> set[Tensor]:
+    """Parameters and buffers of all norm layers of a module."""
+    layers = (layer for layer in module.modules() if isinstance(layer, NORM_LAYERS))
+    return {t for layer in layers for t in chain(layer.parameters(recurse=False), layer.buffers(recurse=False))}
 
 
 def keep_norms_in_fp32(module: nn.Module) -> list[RemovableHandle]:
@@ -31,7 +37,7 @@ def keep_norms_in_fp32(module: nn.Module) -> list[RemovableHandle]:
 def _inputs_to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     if type(layer).forward in _MIXED_FORWARDS and inputs and inputs[0].device.type != "cpu":
         return inputs
-    return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in inputs)
+    return tuple(x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x for x in inputs)
 
 
 def _output_to_16_bit(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:

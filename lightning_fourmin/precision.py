@@ -17,10 +17,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fourmin.half_kernels import HalfKernels, needs_half_kernels
+from lightning_fourmin.half_kernels import HALVES, HalfKernels, needs_half_kernels
 from lightning_fourmin.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
-from lightning_fourmin.non_finite import BadStep, all_finite, losses_of_ranks
-from lightning_fourmin.norm_layers import keep_norms_in_fp32
+from lightning_fourmin.non_finite import BadStep, all_finite, losses_of_ranks, outside_of, ranks_differ
+from lightning_fourmin.norm_layers import keep_norms_in_fp32, tensors_of_norms
 from lightning_fourmin.stand_ins import StandIns
 
 COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,9 +72,8 @@ class FourMinPrecision(HalfPrecision):
         self._outside: list[nn.Parameter] = []
         """Parameters that optimizers have and the module does not."""
         self._ranks_differ = False
-        """Some gradients are not all-reduced."""
-        self._widened: dict[str, nn.Parameter] = {}
-        """By name: parameters that the module has brought in 16 bit."""
+        self._widened: dict[str, Tensor] = {}
+        """By name: what the module has brought in 16 bit and trains or normalises with."""
         self._stand_ins: StandIns | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
@@ -83,10 +82,11 @@ class FourMinPrecision(HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and parameter.dtype in COMPUTE_DTYPES.values():
-                parameter.data = parameter.data.float()
-                self._widened[name] = parameter
+        of_norms = tensors_of_norms(module)
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            if tensor.dtype in HALVES and (tensor.requires_grad or tensor in of_norms):
+                tensor.data = tensor.data.float()
+                self._widened[name] = tensor
         self._module, self._stand_ins = module, StandIns(module, self.dtype)
         self._hooks = keep_norms_in_fp32(module)
         return module
@@ -102,12 +102,9 @@ class FourMinPrecision(HalfPrecision):
             )
         wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
         self._kernels = HalfKernels() if wanted else nullcontext()
-        inside = set(model.parameters())
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        self._outside = [parameter for group in groups for parameter in group["params"] if parameter not in inside]
         assert self._module is not None
-        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
-        self._ranks_differ = bool(self._outside) or any(name in ignored for name, _ in self._module.named_parameters())
+        self._outside = outside_of(self._module, optimizers)
+        self._ranks_differ = ranks_differ(self._module, optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override

@@ -224,14 +224,9 @@ class FourMinStrategy(ResilientDDPStrategy):
 
     def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
         options = self._options
+        any_groups, device = options.group_size is None, self.root_device
         table = choose_table(
-            options.table,
-            self.topology,
-            groups,
-            self.root_device,
-            largest_bytes,
-            self.wire_dtype,
-            any_groups=options.group_size is None,
+            options.table, self.topology, groups, device, largest_bytes, self.wire_dtype, any_groups=any_groups
         )
         if options.switch_mb is not None:
             return table.with_switch(int(options.switch_mb * MIB))
@@ -266,6 +261,8 @@ class FourMinStrategy(ResilientDDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self._engine is not None:
+            self._engine.raise_error()  # manual optimization may go around `backward`: by loss.backward()
         if self._trace is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         # The closure is forward and backward: the optimizer's own work begins after it.

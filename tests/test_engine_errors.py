@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.comm.engine import Engine
 from lightning_fourmin.comm.groups import ProcessGroups
 from lightning_fourmin.comm.tuner import through
-from parity import Net, digest, images, state
+from parity import Net, digest, images, state, weights
 from pool import RankPool
 from ranks import current_case
 from test_engine import engine
@@ -128,3 +129,37 @@ def test_failed_fit_raises_everywhere_and_the_next_one_works(ranks: RankPool) ->
         assert threads == []
         assert third[0] == first[0] == answers[0][0][0]
         assert third[1] != first[1], "messages of the failed fit could reach the groups' next user"
+
+
+class OwnBackward(Net):
+    """Manual optimization that does not go through the strategy's backward pass; the engine fails before one."""
+
+    fails_at = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        if batch_idx == self.fails_at:
+            self.trainer.strategy._engine.fail(ValueError("boom"))
+        super().training_step(batch, batch_idx).backward()
+        self.before_step = weights(self)
+        optimizer.step()
+
+
+def fit_with_own_backward(trace: bool) -> tuple[str, int, bool]:
+    """The error, how many steps were done, and whether the last one was not."""
+    net = OwnBackward()
+    run = rank_trainer(FourMinStrategy(trace=trace), max_epochs=1)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        run.fit(net, images(6))
+    return repr(raised.value), run.global_step, torch.equal(weights(net), net.before_step)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_error_ends_a_run_that_calls_backward_itself(ranks: RankPool, trace: bool) -> None:
+    answers = ranks.run(fit_with_own_backward, trace, world=2)
+    assert answers == [("ValueError('boom')", OwnBackward.fails_at, True)] * 2

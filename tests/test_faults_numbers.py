@@ -13,6 +13,7 @@ from lightning_fourmin.non_finite import all_finite
 from parity import Net, digest, images, weights
 from pool import RankPool
 from ranks import rank_env
+from test_precision_distributed import OwnBiasFromThen, OwnBiasOutsideFromThen
 from training import rank_trainer
 
 BAD_STEP = 2
@@ -96,6 +97,27 @@ def test_all_ranks_stop_before_the_weights_change(ranks: RankPool, kind: type[Ne
         raise RuntimeError(text)
     if kind is not Diverging:
         assert num_steps == BAD_STEP
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        (OwnBiasFromThen, "'own.0' first; 1 of 9 gradients"),
+        (OwnBiasOutsideFromThen, "a parameter outside of the module first; 1 of 9 gradients"),
+    ],
+)
+def test_all_ranks_stop_for_a_gradient_that_one_of_them_keeps(ranks: RankPool, kind: type[Net], where: str) -> None:
+    answers = ranks.run(train, kind, [], world=2)
+    assert answers[0][1:] == answers[1][1:]
+    _, _, finite, num_steps = answers[0]
+    assert finite
+    assert num_steps == BAD_STEP
+    elsewhere = "on another rank; the gradients of this one are finite"
+    for (text, *_), place in zip(answers, (elsewhere, where), strict=True):
+        assert text.startswith(
+            f"gradients are not finite at global_step 2 of epoch 0 ({place}); the loss is nan on rank 1; the batch is "
+            "finite on all ranks: look for bad data"
+        )
 
 
 def test_overflow_storm_names_the_layer_where_it_began(ranks: RankPool) -> None:

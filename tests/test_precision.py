@@ -1,7 +1,6 @@
 """FourMinPrecision in one process: against rounding by hand, how it is chosen, and what steps see."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,26 +316,6 @@ def test_modules_that_lightning_would_not_log_from_in_the_usual_way(kind: type[N
     before = weights(net)
     fit(net, FourMinPrecision())
     assert not torch.equal(weights(net), before)
-
-
-def test_half_parameters_get_fp32_masters() -> None:
-    net = seeded()
-    net.head.half()
-    net.conv.weight.requires_grad_(False)
-    net.conv.bfloat16()
-    fit(net, FourMinPrecision())
-    assert net.head.weight.dtype is torch.float32
-    assert net.conv.weight.dtype is torch.bfloat16
-
-
-def test_half_parameters_are_resumed_with_their_fp32_masters(tmp_path: Path) -> None:
-    nets = [seeded(), seeded()]
-    for net in nets:
-        net.head.half()
-    fit(nets[0], FourMinPrecision()).save_checkpoint(tmp_path / "some.ckpt")
-    assert not torch.equal(nets[0].head.weight, nets[0].head.weight.half().float())
-    trainer(FourMinPrecision()).fit(nets[1], images(4), ckpt_path=tmp_path / "some.ckpt")
-    assert torch.equal(state(nets[1]), state(nets[0]))
 
 
 class Watched(Net):

@@ -73,6 +73,19 @@ class OwnBias(OneBadRank):
         return Net.training_step(self, batch, batch_idx) + self.own[0] * (self.value if is_bad else 0.5)
 
 
+class OwnBiasOutside(OneBadRank):
+    """The same, of a parameter that only the optimizer has."""
+
+    training_step = OwnBias.training_step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = [nn.Parameter(torch.zeros(()))]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *self.own], lr=0.005, momentum=0.9)
+
+
 def skip_for_an_own_gradient() -> tuple[str, int, float]:
     net, precision = train(FourMinStrategy(), OwnBias)
     return digest(weights(net)), precision.loss_scale.skipped_steps, precision.loss_scale.value
@@ -96,21 +109,50 @@ def test_overflow_of_an_accumulated_batch_reaches_all_ranks(ranks: RankPool) -> 
     assert answers[0][1] == 2
 
 
-def never_finite() -> str:
+class OwnBiasFromThen(OwnBias):
+    bad_batches = BadRankFromThen.bad_batches
+    value = float("nan")
+
+
+class OwnBiasOutsideFromThen(OwnBiasOutside):
+    bad_batches = BadRankFromThen.bad_batches
+    value = float("nan")
+
+
+def never_finite(net_type: type[LightningModule]) -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="8 steps in a row were skipped")
         try:
-            train(FourMinStrategy(fusion_mb=0.05), BadRankFromThen, num_batches=20)
+            train(FourMinStrategy(fusion_mb=0.05), net_type, num_batches=20)
         except RuntimeError as error:
             return str(error)
     return "no error"
 
 
 def test_all_ranks_give_up_together(ranks: RankPool) -> None:
-    texts = ranks.run(never_finite, world=2)
+    texts = ranks.run(never_finite, BadRankFromThen, world=2)
     assert texts[0] == texts[1]
     assert "not finite in 17 steps in a row, the first at global_step 2 of epoch 0 (" in texts[0]
     assert "the last with loss scale 1; the loss is nan on rank 1: look" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("net_type", "where"),
+    [
+        (OwnBiasFromThen, "'own.0' first; 1 of 9 gradients"),
+        (OwnBiasOutsideFromThen, "a parameter outside of the module first; 1 of 9 gradients"),
+    ],
+)
+def test_each_rank_says_whether_the_gradient_is_its_own(
+    ranks: RankPool, net_type: type[LightningModule], where: str
+) -> None:
+    texts = ranks.run(never_finite, net_type, nodes=NODES)
+    elsewhere = "on another rank; the gradients of this one are finite"
+    for text, place in zip(texts, (elsewhere, where, elsewhere), strict=True):
+        assert text.startswith(
+            f"gradients were not finite in 17 steps in a row, the first at global_step 2 of epoch 0 ({place}), the "
+            "last with loss scale 1; the loss is nan on rank 1: look for bad data"
+        )
 
 
 def wire_bytes(wire_dtype: str | None) -> int:

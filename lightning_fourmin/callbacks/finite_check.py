@@ -10,20 +10,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fourmin.non_finite import BadStep, all_finite, losses_of_ranks, values_of_ranks
+from lightning_fourmin.non_finite import BadStep, all_finite, losses_of_ranks, ranks_differ, values_of_ranks
 from lightning_fourmin.precision import FourMinPrecision
 
 
 class FiniteCheck(Callback):
     """Ends all ranks with an error, before the optimizer's step, when a gradient is not finite.
 
-    The gradients are those after the all-reduce, so all ranks decide alike without asking each other. Where the
-    precision plugin skips such steps (`FourMinPrecision`, Lightning's "16-mixed") nothing is checked here.
+    The gradients are those after the all-reduce, so all ranks decide alike; they ask each other only where ranks keep
+    gradients of their own (of parameters that DDP ignores, or that only optimizers have). Where the precision plugin
+    skips such steps (`FourMinPrecision`, Lightning's "16-mixed") nothing is checked here.
     """
 
     def __init__(self) -> None:
         self._batch: Any = None
         self._loss: Tensor | None = None
+        self._ranks_differ = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ranks_differ = ranks_differ(pl_module, trainer.optimizers)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -40,7 +46,10 @@ class FiniteCheck(Callback):
             return
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             return
-        if all_finite([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]):
+        finite = all_finite([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+        if self._ranks_differ:
+            finite = trainer.strategy.reduce_boolean_decision(finite)
+        if finite:
             return
         where = BadStep.examine(pl_module, optimizer)
         bad_batch = torch.tensor(_has_non_finite(self._batch), device=pl_module.device)
