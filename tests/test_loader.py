@@ -282,7 +282,7 @@ def test_a_missing_shard_is_skipped_the_same_way_on_any_ranks_and_resumed(tmp_pa
 def test_too_few_samples(split: Split, folder: Path) -> None:
     with pytest.raises(ShardError, match=r"34 samples, less than the global batch of 36 \(3 ranks x 12\)"):
         train_loader(split, folder, deal=Deal(3, 12, 1))
-    message = r"the global batch of 36 \(3 ranks x 4 x 3 batches a step\): lower batch_size or the batches that"
+    message = r"the global batch of 36 \(3 ranks x 4 x 3 batches a step\): lower batch_size or accumulation,"
     with pytest.raises(ShardError, match=message):
         train_loader(split, folder, deal=Deal(3, 4, 1), num_accumulated=3)
     with pytest.raises(ShardError, match="34 samples for 35 ranks"):

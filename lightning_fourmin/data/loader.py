@@ -161,11 +161,11 @@ class TrainLoader(ShardLoader):
         if not self._num_batches:
             times, lower = "", "batch_size"
             if num_accumulated > 1:
-                times, lower = f" x {num_accumulated} batches a step", "batch_size or the batches that a step accumulates"
+                times, lower = f" x {num_accumulated} batches a step", "batch_size or accumulation"
             raise ShardError(
                 f"the split has {num_samples} samples, less than the global batch of "
-                f"{deal.global_batch * num_accumulated} ({deal.world} ranks x {deal.batch_size}{times}): lower {lower}, "
-                "or set remainder='wrap'"
+                f"{deal.global_batch * num_accumulated} ({deal.world} ranks x {deal.batch_size}{times}): lower "
+                f"{lower}, or set remainder='wrap'"
             )
         self._knows_ranks = num_taken is not None
         """Whether a Trainer has it made."""
