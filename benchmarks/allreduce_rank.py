@@ -7,12 +7,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_fourmin.comm.algorithms import ALGORITHMS
-from lightning_fourmin.comm.engine import Engine
-from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.table import AllReduceTable, sizes_up_to
-from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.tuner import Way, measure_table, through, timed_ms
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS
+from lightning_fourmin.allreduce.engine import Engine
+from lightning_fourmin.allreduce.measure_table import Way, measure_table, through, timed_ms
+from lightning_fourmin.allreduce.process_groups import ProcessGroups
+from lightning_fourmin.allreduce.table import AllReduceTable, sizes_up_to
+from lightning_fourmin.allreduce.topology import Topology
 
 SIZES = sizes_up_to(16 * 1024 * 1024)
 TIMEOUT = timedelta(minutes=5)

@@ -13,8 +13,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from results import table, write
 from torch.profiler import ProfilerActivity, profile
+
+from results import table, write
 
 STEPS = range(3, 7)
 VARIANTS = ("ddp", "fourmin")

@@ -19,19 +19,19 @@ import numpy as np
 import torch
 import webdataset
 from PIL import Image
-from results import table, write
-from stats import estimate, paired_ratio
 from torch.utils.data import default_collate
 from webdataset.tariterators import tarfile_to_samples
 
 from lightning_fourmin.data.dataset import ShardDataset
-from lightning_fourmin.data.deal import Deal
 from lightning_fourmin.data.decode import Encoded
 from lightning_fourmin.data.index import Index, Split, read_index
 from lightning_fourmin.data.loader import TrainLoader
 from lightning_fourmin.data.order import Stretch
-from lightning_fourmin.data.pack import PackOptions, pack
+from lightning_fourmin.data.pack.pack import PackOptions, pack
+from lightning_fourmin.data.partition import Deal
 from lightning_fourmin.data.transforms import TrainImage
+from results import table, write
+from stats import estimate, paired_ratio
 
 SIZE = 224
 BATCH_SIZE = 32

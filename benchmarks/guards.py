@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 import lightning as L
 import torch
+
+import lightning_fourmin as fm
 from results import table, write
 from stats import estimate, paired_ratio
 from step_rank import StepTimes, fit_once
-
-import lightning_fourmin as fm
 
 NUM_STEPS, NUM_WARMUP = 120, 10
 NET = "fc_heavy"

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_fourmin.report.jobs import read_jobs
-from lightning_fourmin.report.metrics import read_metrics
-from lightning_fourmin.report.run_files import Hardware, RunRecord
+from lightning_fourmin.runs.metrics import read_metrics
+from lightning_fourmin.runs.record import Hardware, RunRecord
+from lightning_fourmin.runs.sweep import read_jobs
 
 RUNS = Path(__file__).parent / "large_batch" / "runs"
 KEPT_CONFIG = ("name", "seed", "global_batch", "model", "data", "optim", "schedule", "precision", "strategy", "trainer")

@@ -11,11 +11,11 @@ from dataclasses import asdict
 
 import pytorch_optimizer
 import torch
-from results import table, write
-from stats import estimate, paired_ratio
 from torch import Tensor, nn
 
 from lightning_fourmin import LARS
+from results import table, write
+from stats import estimate, paired_ratio
 
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 MOST_OVER_FUSED_SGD = 1.8

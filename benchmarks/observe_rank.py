@@ -8,11 +8,11 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from models import NETS
-from step_rank import VARIANTS, fit_once
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import lightning_fourmin as fm
+from models import NETS
+from step_rank import VARIANTS, fit_once
 
 
 def main() -> None:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from results import machine, table
 
-from lightning_fourmin.comm.cost import Link, all_reduce_s
-from lightning_fourmin.comm.fusion import Bucket, FusionPlan
-from lightning_fourmin.comm.table import AllReduceTable, Row
+from lightning_fourmin.allreduce.buckets import Bucket, FusionPlan
+from lightning_fourmin.allreduce.cost import Link, all_reduce_s
+from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.models import build_model
-from lightning_fourmin.predict.cluster import Cluster
-from lightning_fourmin.predict.profile import Profile
-from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniques
-from lightning_fourmin.predict.step import Plan, Step, simulate
-from lightning_fourmin.predict.work import peak_profile
+from lightning_fourmin.simulate.cluster import Cluster
+from lightning_fourmin.simulate.layer_profile import Profile
+from lightning_fourmin.simulate.roofline import peak_profile
+from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques
+from lightning_fourmin.simulate.step import Plan, Step, simulate
+from results import machine, table
 
 HERE = Path(__file__).parent
 CONFIG = OmegaConf.to_container(OmegaConf.load(HERE.parent / "conf/cluster/p40_100gbe.yaml"))

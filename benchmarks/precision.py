@@ -12,15 +12,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from models import FullyConnectedHeavy, ResNet18, SmallAlexNetBN
-from results import read, table, write
-from stats import Estimate, paired_ratio
-from step_rank import Classifier, StepTimes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fourmin as fm
-from lightning_fourmin.comm.fusion import wire_bytes
+from lightning_fourmin.allreduce.buckets import wire_bytes
+from models import FullyConnectedHeavy, ResNet18, SmallAlexNetBN
+from results import read, table, write
+from stats import Estimate, paired_ratio
+from step_rank import Classifier, StepTimes
 
 NETS: dict[str, tuple[type[nn.Module], int, int]] = {
     "alexnet_bn": (SmallAlexNetBN, 64, 64),

@@ -15,19 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import nn
+
 from cluster import ClusterUnavailable, EmulatedCluster
+from lightning_fourmin.allreduce.buckets import FusionPlan
+from lightning_fourmin.allreduce.cost import Link
+from lightning_fourmin.allreduce.fit_links import fit_links
+from lightning_fourmin.allreduce.table import AllReduceTable, Row, default_fusion_mb
+from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.simulate.layer_profile import Gradient, Profile
+from lightning_fourmin.simulate.step import Plan, simulate
 from models import NETS
 from results import read, table, write
 from stats import estimate
-from torch import nn
-
-from lightning_fourmin.comm.cost import Link
-from lightning_fourmin.comm.fit import fit_links
-from lightning_fourmin.comm.fusion import FusionPlan
-from lightning_fourmin.comm.table import AllReduceTable, Row, default_fusion_mb
-from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.predict.profile import Gradient, Profile
-from lightning_fourmin.predict.step import Plan, simulate
 
 MEDIAN_GOAL, WORST_GOAL = 0.10, 0.25
 ITEMSIZES = {"fourmin": 4, "fourmin_fp16": 2}

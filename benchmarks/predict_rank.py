@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import NETS
-from step_rank import fit_once
 from torch import nn
 
-from lightning_fourmin.comm.engine import Engine
-from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.tuner import measure_table, through
-from lightning_fourmin.predict.profile import measure_profile
+from lightning_fourmin.allreduce.engine import Engine
+from lightning_fourmin.allreduce.measure_table import measure_table, through
+from lightning_fourmin.allreduce.process_groups import ProcessGroups
+from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.simulate.layer_profile import measure_profile
+from models import NETS
+from step_rank import fit_once
 
 PREDICTED = ("fc_heavy", "deep_narrow")
 VARIANTS = ("no_comm", "fourmin", "fourmin_fp16")

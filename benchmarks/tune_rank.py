@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from models import NETS
-from step_rank import VARIANTS, fit_once
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.app.tune import TIMEOUT, TuneOptions, tune
-from lightning_fourmin.comm.agree import agreed
-from lightning_fourmin.comm.cuts import cuts_path, read_cuts
-from lightning_fourmin.comm.table import readable
+from lightning_fourmin.allreduce.broadcast_object import agreed
+from lightning_fourmin.allreduce.cuts import cuts_path, read_cuts
+from lightning_fourmin.allreduce.table import readable
+from lightning_fourmin.cli.tune import TIMEOUT, TuneOptions, tune
+from models import NETS
+from step_rank import VARIANTS, fit_once
 
 THRESHOLDS_MB = (0.5, 1, 4, 16)
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from matplotlib.figure import Figure
 
-from lightning_fourmin.app.verb import CONF
+from lightning_fourmin.cli.hydra_app import CONF
 from lightning_fourmin.report.svg import SERIES
 
 if TYPE_CHECKING:

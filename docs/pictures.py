@@ -17,16 +17,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes, results
-from lightning_fourmin.comm.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
-from lightning_fourmin.comm.fusion import MIB, FusionPlan
-from lightning_fourmin.comm.table import SIZES, AllReduceTable, default_fusion_mb, readable
-from lightning_fourmin.comm.topology import Topology
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
+from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
+from lightning_fourmin.allreduce.table import SIZES, AllReduceTable, default_fusion_mb, readable
+from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.models import build_model
-from lightning_fourmin.predict.cluster import Cluster
-from lightning_fourmin.predict.scenario import Scenario, scaling_curve, techniques
-from lightning_fourmin.predict.work import peak_profile
 from lightning_fourmin.report import svg
 from lightning_fourmin.report.svg import FAINT, INK, MUTED, SETTINGS, to_svg
+from lightning_fourmin.simulate.cluster import Cluster
+from lightning_fourmin.simulate.roofline import peak_profile
+from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques
 from pictures_of_recipe import large_batch, masters, rates, trust
 
 if TYPE_CHECKING:

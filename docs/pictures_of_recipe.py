@@ -10,7 +10,7 @@ from torch import nn
 import lightning_fourmin as fm
 from drawing import BLUE, GREEN, ORANGE, config, grid, log_axes, results
 from lightning_fourmin.models import build_model
-from lightning_fourmin.recipe import GlobalBatch
+from lightning_fourmin.optim.schedule import GlobalBatch
 from lightning_fourmin.report.svg import MUTED
 
 IMAGENET_TRAIN = 1_281_167

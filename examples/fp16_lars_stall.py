@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_fourmin as fm
-from lightning_fourmin.naive_half import NaiveHalfPrecision
+from lightning_fourmin.precision.naive_half import NaiveHalfPrecision
 
 WAYS: dict[str, Callable[[], Precision]] = {
     "FP32": Precision,

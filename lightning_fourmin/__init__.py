@@ -9,10 +9,10 @@ from lightning_fourmin.callbacks.preemption import PreemptionCheckpoint
 from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.callbacks.trust_ratios import TrustRatioMonitor
 from lightning_fourmin.data.datamodule import ShardDataModule
-from lightning_fourmin.lars import LARS
 from lightning_fourmin.models.classifier import ImageClassifier
-from lightning_fourmin.parameter_groups import param_groups
-from lightning_fourmin.precision import FourMinPrecision
+from lightning_fourmin.optim.lars import LARS
+from lightning_fourmin.optim.param_groups import param_groups
+from lightning_fourmin.precision.plugin import FourMinPrecision
 from lightning_fourmin.strategy import FourMinStrategy
 
 __version__ = _version("lightning-fourmin")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_fourmin.comm.algorithms import ALGORITHMS
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS
 
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -18,19 +18,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fourmin.allreduce.broadcast_object import gathered
+from lightning_fourmin.allreduce.buckets import (
+    MIB,
+    FusionPlan,
+    refuse_complex_gradients,
+    refuse_sparse_gradients,
+    wire_bytes,
+)
+from lightning_fourmin.allreduce.engine import Engine, all_reduce_hook
+from lightning_fourmin.allreduce.meter import Meter
+from lightning_fourmin.allreduce.process_groups import ProcessGroups
+from lightning_fourmin.allreduce.ready_pipes import LostRankError
+from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
+from lightning_fourmin.allreduce.table_selection import choose_cuts, choose_table
+from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.allreduce.trace import Trace
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
-from lightning_fourmin.comm.agree import gathered
-from lightning_fourmin.comm.bells import LostRankError
-from lightning_fourmin.comm.choice import choose_cuts, choose_table
-from lightning_fourmin.comm.engine import Engine, all_reduce_hook
-from lightning_fourmin.comm.fusion import MIB, FusionPlan, refuse_complex_gradients, refuse_sparse_gradients, wire_bytes
-from lightning_fourmin.comm.groups import ProcessGroups
-from lightning_fourmin.comm.meter import Meter
-from lightning_fourmin.comm.table import AllReduceTable, default_fusion_mb
-from lightning_fourmin.comm.topology import Topology
-from lightning_fourmin.comm.trace import Trace
 from lightning_fourmin.options import WIRE_DTYPES, CommOptions
-from lightning_fourmin.precision import FourMinPrecision
+from lightning_fourmin.precision.plugin import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
 from lightning_fourmin.tested_versions import warn_outside_tested_versions
 

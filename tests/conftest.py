@@ -10,9 +10,9 @@ import hypothesis
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from lightning_fourmin.app import main
-from pool import RankPool
-from ranks import WARNING_EXCEPTIONS, restore_loaders
+from lightning_fourmin.cli import main
+from tests.support.pool import RankPool
+from tests.support.ranks import WARNING_EXCEPTIONS, restore_loaders
 
 # A busy machine may take its time.
 hypothesis.settings.register_profile("fourmin", deadline=None)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fourmin.non_finite import BadStep, all_finite, losses_of_ranks, ranks_differ, values_of_ranks
-from lightning_fourmin.precision import FourMinPrecision
+from lightning_fourmin.precision.overflow import BadStep, all_finite, losses_of_ranks, ranks_differ, values_of_ranks
+from lightning_fourmin.precision.plugin import FourMinPrecision
 
 
 class FiniteCheck(Callback):

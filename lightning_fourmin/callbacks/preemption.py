@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_fourmin.trainer_parts import ASK_BEFORE_BATCH, REQUEUE_HANDLER, SIGTERM_HANDLER, set_handler
+from lightning_fourmin._lightning import ASK_BEFORE_BATCH, REQUEUE_HANDLER, SIGTERM_HANDLER, set_handler
 
 FILE_NAME = "last.ckpt"
 EXIT_CODE = 128 + signal.SIGTERM

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_fourmin.comm.meter import Communication, Meter, TakenTimes
+from lightning_fourmin._lightning import ASK_BEFORE_BATCH
+from lightning_fourmin.allreduce.meter import Communication, Meter, TakenTimes
 from lightning_fourmin.strategy import FourMinStrategy
-from lightning_fourmin.trainer_parts import ASK_BEFORE_BATCH
 
 MAX_STEPS = 10_000
 """The summary is of this many steps at most, the last ones."""

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_fourmin.lars import LARS
+from lightning_fourmin.optim.lars import LARS
 
 
 class TrustRatioMonitor(Callback):

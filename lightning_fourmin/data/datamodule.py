@@ -11,10 +11,10 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from lightning_fourmin.data.dataset import Collate, OnError, ShardDataset, Transform
-from lightning_fourmin.data.deal import Deal, Remainder
 from lightning_fourmin.data.digits import DIGITS, digits_folder
 from lightning_fourmin.data.index import Index, read_index
 from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
+from lightning_fourmin.data.partition import Deal, Remainder
 from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.transforms import EvalImage, ImageTransform, TrainImage
 

@@ -9,9 +9,9 @@ import numpy as np
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_fourmin.data.deal import Ticket
 from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.order import Line, Stretch, Stretches, cut
+from lightning_fourmin.data.partition import Ticket
 from lightning_fourmin.data.reader import stream_lane
 from lightning_fourmin.data.sample import Sample, ShardError
 from lightning_fourmin.notes import add_note

@@ -9,7 +9,7 @@ from tarfile import BLOCKSIZE
 from typing import Any
 
 from lightning_fourmin.data.sample import ShardError
-from lightning_fourmin.data.sources import is_url, joined_location, open_source, refuse_pipes
+from lightning_fourmin.data.urls import is_url, joined_location, open_source, refuse_pipes
 from lightning_fourmin.files import write_whole
 
 INDEX_NAME = "index.json"

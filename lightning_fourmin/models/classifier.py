@@ -17,10 +17,10 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from lightning_fourmin.lars import LARS
 from lightning_fourmin.models import build_model
-from lightning_fourmin.parameter_groups import param_groups
-from lightning_fourmin.recipe import GlobalBatch, PolySchedule, RatePlan, Schedule
+from lightning_fourmin.optim.lars import LARS
+from lightning_fourmin.optim.param_groups import param_groups
+from lightning_fourmin.optim.schedule import GlobalBatch, PolySchedule, RatePlan, Schedule
 
 # MLPerf's recipe for a batch of 4096, scaled to the batch of the run.
 DEFAULT_OPTIMIZER = partial(LARS, lr=10.0)

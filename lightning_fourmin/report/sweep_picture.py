@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fourmin.report.chart import Line, Scale, finish, plot_line, tick
-from lightning_fourmin.report.jobs import Job, differing_keys
+from lightning_fourmin.report.charts import Line, Scale, finish, plot_line, tick
 from lightning_fourmin.report.svg import ALARM, FAINT, MUTED, SETTINGS, to_svg
-from lightning_fourmin.report.words import percent, printable, whole
+from lightning_fourmin.report.text import percent, printable, whole
+from lightning_fourmin.runs.sweep import Job, differing_keys
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_fourmin.report.chart import Chart, Line, Scale, finish, small_figure
-from lightning_fourmin.report.metrics import Series
-from lightning_fourmin.report.run_files import TableRecord
+from lightning_fourmin.report.charts import Chart, Line, Scale, finish, small_figure
 from lightning_fourmin.report.svg import SERIES, SETTINGS, to_svg
-from lightning_fourmin.report.words import size
+from lightning_fourmin.report.text import size
+from lightning_fourmin.runs.metrics import Series
+from lightning_fourmin.runs.record import TableRecord
 
 
 def algorithms_of(table: TableRecord) -> list[str]:

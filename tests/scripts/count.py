@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from counting import Counting, numbers_module
-from ranks import set_warning_filters
+from tests.support.counting import Counting, numbers_module
+from tests.support.ranks import set_warning_filters
 
 set_warning_filters()
 

@@ -6,8 +6,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn, zeros
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fourmin import launcher
-from ranks import set_warning_filters
+from lightning_fourmin.faults import launcher
+from tests.support.ranks import set_warning_filters
 
 set_warning_filters()
 launcher.GRACE_S = launcher.POLL_S = 0.1

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_fourmin import LARS, FourMinStrategy, PreemptionCheckpoint, ShardDataModule
 from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.data.transforms import EvalImage
-from ranks import set_warning_filters
+from tests.support.ranks import set_warning_filters
 
 set_warning_filters()
 # Where it goes on there are checkpoints already.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fourmin  # noqa: F401
-from ranks import set_warning_filters
+from tests.support.ranks import set_warning_filters
 
 # At the top: spawned ranks import the script.
 set_warning_filters()

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from figures import figure
-from shards import jpeg, write_shard
-from test_docs import PAGES, SCRIPTS, commands
+from tests.project.test_docs import PAGES, SCRIPTS, commands
+from tests.support.figures import figure
+from tests.support.shards import jpeg, write_shard
 
 SHORT = {
     "train": {
@@ -61,7 +61,7 @@ def write_images(folder: Path, num_images: int) -> None:
 def fourmin(folder: Path, *words: str) -> str:
     """Its error, if it has one."""
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_fourmin.app", *words],
+        [sys.executable, "-m", "lightning_fourmin", *words],
         cwd=folder,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from figures import figure
-from footprint import Footprint, check_flat, long_fit, many_fits
-from pool import RankPool
+from tests.support.figures import figure
+from tests.support.footprint import Footprint, check_flat, long_fit, many_fits
+from tests.support.pool import RankPool
 
 GROWTH_MB = 8.0
 """What the allocator may take more from the middle to the end; before that it settles, with plain DDP as well."""

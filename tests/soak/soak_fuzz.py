@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from figures import figure
+from tests.support.figures import figure
 
 os.environ.setdefault("FUZZ_CASES", "50000")
 
-from test_fuzz import folder, test_any_bytes_in_a_shard, test_any_index  # noqa: F401
+from tests.data.test_fuzz import folder, test_any_bytes_in_a_shard, test_any_index  # noqa: F401
 
 NAMES = {"test_any_bytes_in_a_shard": "Damaged shards read", "test_any_index": "Damaged indexes read"}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from figures import figure
-from pool import RankPool
-from test_faults_ranks import check_survivors
-from test_launchers import SCRIPT, running
-from test_train import end_all
+from tests.cli.test_train import end_all
+from tests.faults.test_faults_ranks import check_survivors
+from tests.faults.test_launchers import SCRIPT, running
+from tests.support.figures import figure
+from tests.support.pool import RankPool
 
 LAYOUTS = {2: ((2,), (1, 1)), 4: ((4,), (2, 2), (3, 1))}
 
@@ -37,7 +37,7 @@ def test_ctrl_c_at_any_time_leaves_no_process(tmp_path: Path, seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(10))
 def test_sigterm_at_any_time_saves(tmp_path: Path, seed: int) -> None:
-    with running(["-m", "lightning_fourmin.app", "train"], tmp_path) as run:
+    with running(["-m", "lightning_fourmin", "train"], tmp_path) as run:
         delay_s = random.Random(seed).uniform(0, 5)
         asked_s = end_all(run, tmp_path, "runs/digits/*/metrics.csv", signal.SIGTERM, delay_s)
         ended_s = time.time()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import test_faults_restart as restart
-from counting import numbers_module
-from lightning_fourmin.report.metrics import read_metrics, resumed_steps
-from shards import write_numbers
-from test_datamodule import TESTS, run_until
-from test_launchers import SCRIPT, checksum, free_port, running
+import tests.faults.test_faults_restart as restart
+from lightning_fourmin.runs.metrics import read_metrics, resumed_steps
+from tests.data.test_datamodule import TESTS, run_until
+from tests.faults.test_launchers import SCRIPT, checksum, free_port, running
+from tests.support.counting import numbers_module
+from tests.support.shards import write_numbers
 
 
 def test_torchrun_goes_on_on_two_nodes_that_count_restarts_differently(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_ranks_of_a_script_end_when_rank_1_is_killed(tmp_path: Path) -> None:
 def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
     length = "trainer.max_epochs=12 trainer.limit_train_batches=3 trainer.limit_val_batches=1"
     options = f"trainer=torchrun trainer.accelerator=cpu {length} trainer.log_every_n_steps=1 data.num_workers=0"
-    command = ["-m", "lightning_fourmin.app", "train", *options.split()]
+    command = ["-m", "lightning_fourmin", "train", *options.split()]
     with running([*restart.torchrun("--max-restarts", "1"), *command], tmp_path) as run:
         run.wait_until(lambda: list(tmp_path.glob("runs/digits/*/checkpoints/last.ckpt")))
         (victim,) = run.processes("RANK=1")
@@ -115,7 +115,7 @@ def test_a_rank_may_take_longer_than_the_one_that_started_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("delay_s", range(12))
 def test_ctrl_c_while_tuning(tmp_path: Path, delay_s: int) -> None:
     """From the first import on."""
-    with running(["-m", "lightning_fourmin.app", "tune", "accelerator=cpu", "budget_s=100"], tmp_path) as run:
+    with running(["-m", "lightning_fourmin", "tune", "accelerator=cpu", "budget_s=100"], tmp_path) as run:
         time.sleep(1 + delay_s)
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.process.wait(60) in (130, -signal.SIGINT), run.output

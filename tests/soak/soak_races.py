@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
-from figures import figure
-from pool import RankPool
-from teardown import STAGES_OF, WAYS, Teardown, tear_down_each
-from test_engine import MEMORIES, check, reduce_many
+from tests.allreduce.test_engine import MEMORIES, check, reduce_many
+from tests.support.figures import figure
+from tests.support.pool import RankPool
+from tests.support.teardown import STAGES_OF, WAYS, Teardown, tear_down_each
 
 LAYOUTS = ((2, 2), (4,), (3, 1), (2, 1), (1, 1, 1, 1))
 

@@ -1,0 +1,254 @@
+"""The collectives that algorithms are made of, each started without waiting.
+
+gloo's own reduce-scatter moves twice the bytes it needs and its FP16 sums round at every hop. So on CPU each collective
+is one exchange: every member gives each other member just what that one needs, and sums are made locally, in FP32:
+by messages between nodes, through shared memory inside a node. On CUDA the backend's own collectives run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fourmin.allreduce.members import Members
+from lightning_fourmin.allreduce.shared_memory import SharedArena, Slot
+
+
+class Waitable(Protocol):
+    """What can be waited for: a message of the backend, or a bell."""
+
+    def wait(self) -> object: ...
+
+
+class Transfer:
+    """A started collective: `wait` blocks until it is done (on CUDA: makes the stream wait) and does the local sums."""
+
+    def __init__(
+        self, awaited: Sequence[tuple[int | None, Waitable]], then: Callable[[], object] | None = None
+    ) -> None:
+        """`awaited`: each with the rank at its other end, None where that is everyone."""
+        self._awaited, self._then = awaited, then
+        self.missing_rank: int | None = None
+        """The rank that `wait` is waiting for."""
+
+    def wait(self) -> None:
+        for rank, waitable in self._awaited:
+            self.missing_rank = rank
+            waitable.wait()
+        self.missing_rank = None
+        if self._then is not None:
+            self._then()
+
+
+class Payload(Protocol):
+    """What a collective works on, as it changes hands."""
+
+    tag: int
+    """Number of the piece, the same on all ranks: a message can only meet its own."""
+    slot: Slot | None
+    """The piece's stretch of the node's shared memory."""
+    live: Tensor
+    """The stretch that this rank holds sums of, in the wire's dtype."""
+    splits: list[list[Tensor]]
+    """The cuts that led to `live`, outermost first."""
+
+
+class Collectives(Protocol):
+    """One way to run the collectives; `scale` multiplies a sum before it is rounded to the wire's dtype."""
+
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer: ...
+    def broadcast(self, payload: Payload, members: Members) -> Transfer: ...
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer: ...
+    def all_gather(self, payload: Payload, members: Members) -> Transfer: ...
+
+
+class Scratch:
+    """Memory reused from step to step: fresh memory costs a page fault every 4 KB."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], deque[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            return self._free[numel, dtype].pop()
+        except (KeyError, IndexError):
+            return torch.empty(numel, dtype=dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        self._free.setdefault((tensor.numel(), tensor.dtype), deque()).append(tensor)
+
+    def add_up(self, terms: Sequence[Tensor], scale: float, out: Tensor) -> None:
+        """`out` = scale * sum of terms in order, summed in at least FP32; `out` may be one of the terms."""
+        first, second, *rest = terms
+        in_place = out.dtype.itemsize >= 4 and not any(term is out for term in rest)
+        total = out if in_place else self.take(out.numel(), max(out.dtype, torch.float32, key=lambda d: d.itemsize))
+        if total.dtype is first.dtype:
+            torch.add(first, second, out=total)
+        else:
+            total.copy_(first).add_(second)
+        for term in rest:
+            total.add_(term)
+        if scale != 1.0:
+            total.mul_(scale)
+        if not in_place:
+            out.copy_(total)
+            self.give_back(total)
+
+
+class MessageCollectives:
+    """Messages from member to member, for CPU tensors on gloo."""
+
+    def __init__(self, scratch: Scratch, whole_bytes: int = 0) -> None:
+        """Up to `whole_bytes` a reduce-scatter sends the whole to all: more bytes, but no all-gather after it."""
+        self._scratch, self._whole_bytes = scratch, whole_bytes
+
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if members.index != 0:
+            return Transfer(_send([(payload.live, 0)], members, payload.tag))
+        return self._receive_and_add_up(payload, members, scale, [])
+
+    def broadcast(self, payload: Payload, members: Members) -> Transfer:
+        if members.index != 0:
+            return Transfer(_receive([(payload.live, 0)], members, payload.tag))
+        return Transfer(_send([(payload.live, other) for other in members.others], members, payload.tag))
+
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if payload.live.nbytes <= self._whole_bytes:
+            payload.splits.append([])
+            whole = payload.live
+            return self._receive_and_add_up(payload, members, scale, [(whole, other) for other in members.others])
+        parts = list(payload.live.tensor_split(len(members.ranks)))
+        payload.splits.append(parts)
+        payload.live = parts[members.index]
+        return self._receive_and_add_up(payload, members, scale, [(parts[other], other) for other in members.others])
+
+    def all_gather(self, payload: Payload, members: Members) -> Transfer:
+        parts = payload.splits.pop()
+        if not parts:
+            return Transfer([])
+        awaited = _receive([(parts[other], other) for other in members.others], members, payload.tag)
+        awaited += _send([(payload.live, other) for other in members.others], members, payload.tag)
+        payload.live = _joined(parts)
+        return Transfer(awaited)
+
+    def _receive_and_add_up(
+        self, payload: Payload, members: Members, scale: float, sends: list[tuple[Tensor, int]]
+    ) -> Transfer:
+        mine = payload.live
+        inbox = {other: self._scratch.take(mine.numel(), mine.dtype) for other in members.others}
+        awaited = _receive([(box, other) for other, box in inbox.items()], members, payload.tag)
+        awaited += _send(sends, members, payload.tag)
+
+        def add_up() -> None:
+            # In the order of places: where everyone sums the whole, everyone must get the same bits.
+            terms = [inbox.get(place, mine) for place in range(len(members.ranks))]
+            self._scratch.add_up(terms, scale, out=mine)
+            for box in inbox.values():
+                self._scratch.give_back(box)
+
+        return Transfer(awaited, add_up)
+
+
+class SharedCollectives(MessageCollectives):
+    """Through the shared memory of a node: bells say that an area is ready."""
+
+    def __init__(self, scratch: Scratch, arena: SharedArena) -> None:
+        super().__init__(scratch)
+        self._inward, self._outward = arena.inward, arena.outward
+
+    @override
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if (slot := payload.slot) is None:
+            return super().reduce(payload, members, scale)
+        payload.live = slot.sums
+        if members.index != 0:
+            self._inward.ring(0, payload.tag)
+            return Transfer([])
+        awaited = self._inward.from_each(members.others, payload.tag)
+        return Transfer(awaited, lambda: self._scratch.add_up(slot.gradients, scale, out=slot.sums))
+
+    @override
+    def broadcast(self, payload: Payload, members: Members) -> Transfer:
+        if payload.slot is None:
+            return super().broadcast(payload, members)
+        if members.index != 0:
+            return Transfer(self._outward.from_each([0], payload.tag))
+        self._outward.ring_others(payload.tag)
+        return Transfer([])
+
+    @override
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        if (slot := payload.slot) is None:
+            return super().reduce_scatter(payload, members, scale)
+        size, me = len(members.ranks), members.index
+        mine = payload.live = slot.sums.tensor_split(size)[me]
+        terms = [gradients.tensor_split(size)[me] for gradients in slot.gradients]
+        self._inward.ring_others(payload.tag)
+        awaited = self._inward.from_each(members.others, payload.tag)
+        return Transfer(awaited, lambda: self._scratch.add_up(terms, scale, out=mine))
+
+    @override
+    def all_gather(self, payload: Payload, members: Members) -> Transfer:
+        if payload.slot is None:
+            return super().all_gather(payload, members)
+        self._outward.ring_others(payload.tag)
+        return Transfer(self._outward.from_each(members.others, payload.tag))
+
+
+class BackendCollectives:
+    """The backend's own collectives (NCCL); sums are made in the wire's dtype."""
+
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        live = payload.live
+        work = dist.reduce(live, members.ranks[0], group=members.group, async_op=True)
+        return Transfer([(None, work)], None if scale == 1.0 else lambda: live.mul_(scale))
+
+    def broadcast(self, payload: Payload, members: Members) -> Transfer:
+        work = dist.broadcast(payload.live, members.ranks[0], group=members.group, async_op=True)
+        return Transfer([(None, work)])
+
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        whole = payload.live
+        parts = list(whole.chunk(len(members.ranks)))
+        payload.splits.append(parts)
+        mine = payload.live = parts[members.index]
+        work = dist.reduce_scatter_single(mine, whole, group=members.group, async_op=True)
+        return Transfer([(None, work)], None if scale == 1.0 else lambda: mine.mul_(scale))
+
+    def all_gather(self, payload: Payload, members: Members) -> Transfer:
+        mine, payload.live = payload.live, _joined(payload.splits.pop())
+        work = dist.all_gather_single(payload.live, mine, group=members.group, async_op=True)
+        return Transfer([(None, work)])
+
+
+def all_reduce(payload: Payload, members: Members) -> Transfer:
+    """The backend's own all-reduce, a ring."""
+    return Transfer([(None, dist.all_reduce(payload.live, group=members.group, async_op=True))])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The tensor that `parts` were cut from, by the storage they share."""
+    first = parts[0]
+    return first.as_strided((sum(part.numel() for part in parts),), (1,), first.storage_offset())
+
+
+def _send(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[tuple[int | None, Waitable]]:
+    """Sends each tensor to a place among the members; an empty tensor needs no message."""
+    return [
+        (members.ranks[place], cast(Waitable, dist.isend(tensor, group=members.group, group_dst=place, tag=tag)))
+        for tensor, place in messages
+        if tensor.numel()
+    ]
+
+
+def _receive(messages: Sequence[tuple[Tensor, int]], members: Members, tag: int) -> list[tuple[int | None, Waitable]]:
+    """Receives each tensor from a place among the members."""
+    return [
+        (members.ranks[place], cast(Waitable, dist.irecv(tensor, group=members.group, group_src=place, tag=tag)))
+        for tensor, place in messages
+        if tensor.numel()
+    ]

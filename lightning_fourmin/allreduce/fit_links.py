@@ -1,0 +1,94 @@
+"""Fits a and b of the links to measured times: which latency and bandwidth would explain a table."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
+from lightning_fourmin.allreduce.table import AllReduceTable, Row
+from lightning_fourmin.allreduce.topology import Topology
+
+NOTHING = Link(0.0, 0.0)
+NO_LINKS = Links(NOTHING, NOTHING, NOTHING, 0.0)
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """Links, and how far the cost model with them is from what was measured."""
+
+    links: Links
+    fitted: tuple[str, ...]
+    """The links that the table tells about; the others are the stated defaults."""
+    median_error: float
+    """Median of |model - measured| / measured over all sizes and algorithms."""
+
+    def __str__(self) -> str:
+        parts = []
+        for name in self.fitted:
+            link: Link = getattr(self.links, name)
+            rate = f"{1e-6 / link.s_per_byte:.0f} MB/s" if link.s_per_byte else "unlimited"
+            parts.append(f"{name} {1e6 * link.latency_s:.0f} us a step and {rate}")
+        return f"{', '.join(parts)}; off by {self.median_error:.0%} (median)"
+
+
+def fit_links(table: AllReduceTable, topology: Topology) -> LinkFit:
+    """Least squares of the relative errors, with no negative latency or bandwidth.
+
+    The cost model is linear in a and b, so its columns are its values for one of them at a time. On one node the link
+    between nodes is not seen; on several the backend's link inside one is not, for its ring is as fast as its slowest
+    link. Sums cost what is stated: their share cannot be told from that of the bytes.
+    """
+    stated = DEFAULT_LINKS.get(table.backend, DEFAULT_LINKS["gloo"])
+    names: tuple[str, ...] = ("inside", "between") if topology.num_nodes > 1 else ("inside", "inside_backend")
+    if topology.largest_group == 1:
+        names = names[1:]  # nobody meets inside of a group
+    units = [
+        replace(NO_LINKS, **{name: unit})  # type: ignore[arg-type]
+        for name in names
+        for unit in (Link(1.0, 0.0), Link(0.0, 1.0))
+    ]
+    points = [(row, algorithm, ms) for row in table.rows for algorithm, ms in row.milliseconds.items()]
+    sums = replace(NO_LINKS, reduce_s_per_byte=stated.reduce_s_per_byte)
+    columns = [[_model_s(point, topology, unit) for unit in units] for point in points]
+    measured_s = [1e-3 * ms for _, _, ms in points]
+    rest_s = [s - _model_s(point, topology, sums) for s, point in zip(measured_s, points, strict=True)]
+    found = _non_negative_least_squares(np.array(columns), np.array(rest_s), 1 / np.array(measured_s))
+    links = {name: Link(*found[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    fitted = replace(stated, **links)  # type: ignore[arg-type]
+    errors = [abs(_model_s(point, topology, fitted) / s - 1) for s, point in zip(measured_s, points, strict=True)]
+    return LinkFit(fitted, names, statistics.median(errors))
+
+
+def fit_transfer(table: AllReduceTable, largest_bytes: int) -> Link:
+    """What an all-reduce of n bytes takes as `latency_s + n * s_per_byte`, with the algorithm chosen for each size."""
+    rows = [row for row in table.rows if row.num_bytes <= largest_bytes] or list(table.rows[:1])
+    seconds = np.array([1e-3 * row.milliseconds[table.choose(row.num_bytes)] for row in rows])
+    columns = np.array([[1.0, row.num_bytes] for row in rows])
+    return Link(*_non_negative_least_squares(columns, seconds, 1 / seconds))
+
+
+def _model_s(point: tuple[Row, str, float], topology: Topology, links: Links) -> float:
+    row, algorithm, _ = point
+    return all_reduce_s(algorithm, row.num_bytes, topology, links)
+
+
+def _non_negative_least_squares(
+    columns: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
+    values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
+    weights: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
+) -> Sequence[float]:
+    """Leaves out the most negative unknown until none is left: exact enough for a handful of unknowns."""
+    # Seconds a byte are 10^9 times smaller than seconds a step: equal lengths keep the problem well conditioned.
+    weighted = columns * weights[:, None]
+    lengths = np.linalg.norm(weighted, axis=0)
+    kept = [i for i, length in enumerate(lengths) if length > 0]
+    solution = np.zeros(columns.shape[1])
+    while kept:
+        found = np.linalg.lstsq(weighted[:, kept] / lengths[kept], values * weights, rcond=None)[0]
+        if found.min() >= 0:
+            solution[kept] = found / lengths[kept]
+            break
+        kept.pop(int(found.argmin()))
+    return [float(value) for value in solution]

@@ -1,0 +1,251 @@
+"""Measures the table: algorithms, group sizes and chunk sizes at rising sizes, alternated, within a budget of time.
+
+    budget  [ groups | chunks | rising sizes once, as far as they fit | rounds over all sizes, forth and back ... ]
+
+Rank 0's clock decides for all ranks, and all ranks get rank 0's table.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import datetime, timezone
+from importlib.metadata import version
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_fourmin.allreduce.algorithms import usable_algorithms
+from lightning_fourmin.allreduce.broadcast_object import agreed
+from lightning_fourmin.allreduce.engine import Engine
+from lightning_fourmin.allreduce.fit_links import fit_links
+from lightning_fourmin.allreduce.process_groups import ProcessGroups
+from lightning_fourmin.allreduce.table import AllReduceTable, Row, sizes_up_to
+from lightning_fourmin.allreduce.topology import Topology
+
+SEARCH_BUDGET_S = 15.0
+"""Below this budget groups are the nodes and chunks have their default size."""
+SEARCH_SHARE = 0.2
+"""Of the budget, for groups and again for chunks."""
+SEARCH_BYTES = (64 * 1024, 4 * 1024 * 1024)
+ROUND_MS, MAX_REPEATS = 50.0, 8
+"""A round measures small sizes several times: they take little of the budget, and vary most."""
+CLEARLY = 0.8
+"""Another group or chunk size than the default must take at most this share of its time: what chunks saved less of an
+all-reduce alone, they took more of a step, where cores are busy."""
+
+K = TypeVar("K", bound=Hashable)
+Way = Callable[[torch.Tensor], object]
+Progress = Callable[[float], object]
+"""Told the share of the budget that is spent."""
+
+
+def timed_ms(way: Way, data: torch.Tensor) -> float:
+    """Milliseconds from a common start until the slowest rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    way(data)
+    if data.is_cuda:
+        torch.cuda.synchronize(data.device)
+    took = torch.tensor([1e3 * (time.perf_counter() - start)], device=data.device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def through(engine: Engine) -> Way:
+    """An all-reduce through an engine, as `timed_ms` wants it."""
+
+    def way(data: torch.Tensor) -> None:
+        engine.submit(data, 0).wait()
+        # One that failed is over at once, and would be the fastest.
+        engine.raise_error()
+
+    return way
+
+
+def measure_table(
+    topology: Topology,
+    groups: ProcessGroups,
+    device: torch.device,
+    largest_bytes: int,
+    budget_s: float,
+    wire_dtype: torch.dtype | None = None,
+    search: bool = False,
+    progress: Progress = lambda share: None,
+) -> AllReduceTable:
+    """A table of medians, the same on all ranks; sizes that the budget does not reach are left out.
+
+    Gradients are FP32, sizes are those on the wire. `search`: looks for better groups than the nodes and for the best
+    chunks, if the budget allows.
+    """
+    return _Tuner(topology, groups, device, largest_bytes, budget_s, wire_dtype, progress).measure(search)
+
+
+class _Tuner:
+    """Measures on one topology; every method is a collective call."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        groups: ProcessGroups,
+        device: torch.device,
+        largest_bytes: int,
+        budget_s: float,
+        wire_dtype: torch.dtype | None,
+        progress: Progress,
+    ) -> None:
+        self._topology, self._groups, self._device, self._progress = topology, groups, device, progress
+        self._wire_dtype = wire_dtype or torch.float32
+        self._sizes = sizes_up_to(largest_bytes)
+        self._start_s, self._budget_s = time.monotonic(), budget_s
+
+    def measure(self, search: bool) -> AllReduceTable:
+        topology, share = self._topology, 0.0
+        chunk_bytes = _default_table(topology).chunk_bytes
+        if search and self._budget_s >= SEARCH_BUDGET_S:
+            topology = self._best_groups(SEARCH_SHARE)
+            chunk_bytes = self._best_chunks(topology, 2 * SEARCH_SHARE)
+            share = 2 * SEARCH_SHARE
+        table = self._measure_sizes(topology, chunk_bytes, share)
+        if topology is not self._topology:
+            table = replace(table, group_size=topology.largest_group)
+        return agreed(replace(table, fit=str(fit_links(table, topology)), made=_made()))
+
+    def _best_groups(self, until: float) -> Topology:
+        topologies = {len(t.groups): t for t in (self._topology, *_other_groups(self._topology))}
+        ways = {
+            (number, name): (topology, name, _default_table(topology).chunk_bytes)
+            for number, topology in topologies.items()
+            for name in usable_algorithms(topology)
+            if name != "ring"
+        }
+        times = self._rounds(ways, self._search_sizes(), until)
+        scores: dict[int, float] = {}
+        for number in topologies:
+            # The best algorithm at each size, and sizes count alike whatever they take.
+            best = [min(ms for (n, _), ms in at_size.items() if n == number) for at_size in times]
+            scores[number] = statistics.fmean(map(math.log, best))
+        return topologies[agreed(_clearly_best(scores, default=len(self._topology.groups)))]
+
+    def _best_chunks(self, topology: Topology, until: float) -> int:
+        default = _default_table(topology).chunk_bytes
+        chunks = (default // 4, default, 4 * default)
+        sizes = [size for size in self._search_sizes() if size > chunks[0]]
+        if not sizes or topology.world_size == 1:
+            return default
+        name = usable_algorithms(topology)[-1]
+        (times,) = self._rounds({chunk: (topology, name, chunk) for chunk in chunks}, sizes[-1:], until)
+        return agreed(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default))
+
+    def _search_sizes(self) -> list[int]:
+        return sorted({min(size, self._sizes[-1]) for size in SEARCH_BYTES})
+
+    def _rounds(
+        self, ways: Mapping[K, tuple[Topology, str, int]], sizes: list[int], until: float
+    ) -> list[dict[K, float]]:
+        """Medians of each way at each size, from rounds until a share of the budget is spent; two at least."""
+        times: list[dict[K, list[float]]] = [{key: [] for key in ways} for _ in sizes]
+        with ExitStack() as stack:
+            engines = {
+                key: stack.enter_context(closing(self._engine(*way, shared_bytes=sizes[-1])))
+                for key, way in ways.items()
+            }
+            turn = 0
+            while turn < 3 or not self._over(until):
+                for size, at_size in zip(sizes, times, strict=True):
+                    for key, ms in self._one_round(engines, size, turn).items():
+                        if turn:  # the first touches fresh memory
+                            at_size[key].append(ms)
+                turn += 1
+        return [{key: statistics.median(ms) for key, ms in at_size.items()} for at_size in times]
+
+    def _measure_sizes(self, topology: Topology, chunk_bytes: int, share: float) -> AllReduceTable:
+        times: dict[int, dict[str, list[float]]] = {}
+        with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(
+                    closing(self._engine(topology, name, chunk_bytes, shared_bytes=self._sizes[-1]))
+                )
+                for name in usable_algorithms(topology)
+            }
+            repeats: dict[int, int] = {}
+            for size in self._sizes:  # warms up both halves of shared memory, and finds how far the budget reaches
+                self._one_round(engines, size, 0)
+                slowest_ms = max(self._one_round(engines, size, 1).values())
+                times[size] = {name: [] for name in engines}
+                repeats[size] = max(1, min(MAX_REPEATS, int(ROUND_MS / slowest_ms)))
+                if self._over((1 + share) / 2):
+                    break
+            turn = 0
+            while not turn or not self._over(1.0):
+                for size, by_name in times.items():
+                    for repeat in range(repeats[size]):
+                        for name, ms in self._one_round(engines, size, turn + repeat).items():
+                            by_name[name].append(ms)
+                turn += 1
+        rows = [Row(size, _medians(by_name), _quartiles(by_name)) for size, by_name in times.items()]
+        source = f"measured, n={turn}" + (f" to {turn * max(repeats.values())}" if max(repeats.values()) > 1 else "")
+        if self._wire_dtype is not torch.float32:
+            source += f", {str(self._wire_dtype).removeprefix('torch.')} wire"
+        return AllReduceTable(topology.key, dist.get_backend(), source, tuple(rows), chunk_bytes=chunk_bytes)
+
+    def _engine(self, topology: Topology, name: str, chunk_bytes: int, shared_bytes: int) -> Engine:
+        table = _default_table(topology).only(name)
+        return Engine(
+            topology,
+            replace(table, chunk_bytes=chunk_bytes),
+            self._groups,
+            self._device,
+            self._wire_dtype,
+            shared_bytes=shared_bytes,
+        )
+
+    def _one_round(self, engines: Mapping[K, Engine], size: int, turn: int) -> dict[K, float]:
+        data = torch.ones(size // self._wire_dtype.itemsize, device=self._device)
+        keys = list(engines)
+        return {key: timed_ms(through(engines[key]), data) for key in (reversed(keys) if turn % 2 else keys)}
+
+    def _over(self, share: float) -> bool:
+        spent = (time.monotonic() - self._start_s) / self._budget_s
+        self._progress(min(spent, 1.0))
+        return agreed(spent) >= share
+
+
+def _other_groups(topology: Topology) -> list[Topology]:
+    """Half a node and two nodes a group, where nodes are equal."""
+    size, sizes = topology.largest_group, []
+    if topology.equal_groups and size % 2 == 0:
+        sizes.append(size // 2)
+    if topology.equal_groups and topology.num_nodes > 2 and topology.num_nodes % 2 == 0:
+        sizes.append(2 * size)
+    return [topology.with_groups_of(size) for size in sizes]
+
+
+def _default_table(topology: Topology) -> AllReduceTable:
+    return AllReduceTable.from_cost_model(topology, dist.get_backend())
+
+
+def _clearly_best(scores: Mapping[int, float], default: int) -> int:
+    """The key with the lowest score (a logarithm of time), or the default if it is about as good."""
+    best = min(scores, key=lambda key: scores[key])
+    return best if scores[best] < scores[default] + math.log(CLEARLY) else default
+
+
+def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.median(ms) for name, ms in times.items()}
+
+
+def _quartiles(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    ends = {}
+    for name, ms in times.items():
+        quartiles = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else [*ms, *ms, *ms]
+        ends[name] = (quartiles[0], quartiles[2])
+    return ends
+
+
+def _made() -> str:
+    versions = ", ".join(f"{package} {version(package)}" for package in ("lightning-fourmin", "torch"))
+    return f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {versions}"

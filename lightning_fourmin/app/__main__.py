@@ -1,7 +1,0 @@
-"""`python -m lightning_fourmin.app` is `fourmin`: for launchers such as torchrun that start Python modules."""
-
-from lightning_fourmin.app import main
-
-# Spawned ranks import this file under another name.
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,53 @@
+"""The net of a command: `model=NAME`, one of the package's, or `module=package.file:Name`, the user's own."""
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from lightning_fourmin.models import build_model
+from lightning_fourmin.simulate.errors import UNFIT, PlanError
+
+
+def named_model(name: str, num_classes: int, model_options: dict[str, Any] | None) -> nn.Module:
+    try:
+        return build_model(name, num_classes, **(model_options or {}))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    except UNFIT as error:
+        raise PlanError(f"model={name} cannot be made with model.model_options ({error})") from error
+
+
+def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "") -> nn.Module:
+    """What the named class or function makes; `hint` ends the sentence if it cannot."""
+    place, _, name = module.partition(":")
+    try:
+        made_by = getattr(importlib.import_module(place), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(
+            f"module={module} cannot be imported ({error}): write package.file:Name, and run the command where Python "
+            "finds the package"
+        ) from error
+    try:
+        made = made_by(**(module_options or {}))
+    except UNFIT as error:
+        raise PlanError(f"module={module} cannot be made with module_options ({error}){hint}") from error
+    if not isinstance(made, nn.Module):
+        raise PlanError(f"module={module} makes a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def sample_shape(
+    net: nn.Module, is_own: bool, input_shape: list[int] | None, image_size: int | None = None
+) -> list[int]:
+    """Of one sample of the net: as given, else that of an image of the size that the net is made for."""
+    if input_shape is not None:
+        return input_shape
+    if is_own:
+        raise PlanError("input_shape is not given: module needs the shape of one sample, input_shape=[3,224,224] say")
+    side = int(getattr(net, "image_size", image_size or 224))
+    return [3, side, side]
+
+
+def unfit_input(module: nn.Module, shape: list[int], error: Exception) -> PlanError:
+    return PlanError(f"{type(module).__name__} cannot be trained with an input of {shape} ({error}): check input_shape")

@@ -1,0 +1,116 @@
+"""Runs a verb: its config from the Hydra tree, its options checked, errors of its user as one sentence."""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_fourmin.cli.mistakes import explain, explain_null
+from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.runs.record import RunError
+from lightning_fourmin.simulate.errors import PlanError
+
+CONF = Path(str(import_module("lightning_fourmin.conf").__file__)).parent
+
+_Options = TypeVar("_Options")
+
+
+def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> None:
+    """Calls `work` with options of a dataclass made from conf/<verb>.yaml and the command line."""
+
+    def task(config: DictConfig) -> None:
+        try:
+            given = _with_paths_as_text(_with_net_of_model(config), kind)
+            options = OmegaConf.to_object(OmegaConf.merge(_schema(kind), given))
+            assert isinstance(options, kind)
+            work(options)
+        except MissingMandatoryValue:
+            missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
+            give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
+        except OmegaConfBaseException as error:
+            give_up(verb, f"{error.full_key}: {str(error.msg).splitlines()[0]}")
+        except (PlanError, RunError, ShardError) as error:
+            give_up(verb, str(error))
+        except OSError as error:
+            _give_up_on_file(verb, error)
+
+    run_hydra(verb, task)
+
+
+def _schema(kind: type) -> DictConfig:
+    schema: DictConfig = OmegaConf.structured(kind)
+    for name in schema:
+        if not OmegaConf.is_missing(schema, name) and OmegaConf.is_dict(schema[name]):
+            # OmegaConf merges into a frozen dataclass, but not into one inside another.
+            OmegaConf.set_readonly(schema[name], False)
+    return schema
+
+
+def _with_net_of_model(config: DictConfig) -> DictConfig:
+    """The configs of models are made for training; other verbs need name and options of the net that was chosen."""
+    if not isinstance(config.get("model"), DictConfig):
+        return config
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+~").partition("=")[0]
+        if key.startswith("model.") and key.split(".")[1] not in ("model", "model_options"):
+            raise PlanError(f"{key} is for training: of a model only its name and model.model_options count here")
+    named = OmegaConf.masked_copy(config, [str(key) for key in config if key != "model"])
+    OmegaConf.set_struct(named, False)
+    named["model"] = config.model.model
+    written = OmegaConf.to_container(config.model)
+    assert isinstance(written, dict)
+    options = written.get("model_options")
+    if isinstance(options, dict):
+        # Only a training has data.
+        options = {name: value for name, value in options.items() if not str(value).startswith("${data.")}
+    named["model_options"] = options
+    return named
+
+
+def _with_paths_as_text(config: DictConfig, kind: type) -> DictConfig:
+    """The folders of a sweep's jobs have names that Hydra takes for numbers."""
+    for name, hint in get_type_hints(kind).items():
+        if Path in (hint, *get_args(hint)) and type(value := config.get(name)) is int:
+            config[name] = str(value)
+    return config
+
+
+def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:
+    """Calls `task` with the config of a verb; mistakes in the command line end with a sentence that knows better."""
+    # For modules of the user's own, which `python -m` would find; last, so that no file there hides a package.
+    sys.path.append(os.getcwd())
+    if mistake := explain_null(CONF, sys.argv[1:]):
+        give_up(verb, mistake)
+    wants_traceback = "HYDRA_FULL_ERROR" in os.environ
+    # Hydra prints errors in its own way, unless they are asked for in full.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(task)()
+    except HydraException as error:
+        if wants_traceback:
+            raise
+        give_up(verb, explain(error, verb, CONF, sys.argv[1:]))
+    except OSError as error:  # of a folder that Hydra cannot make
+        _give_up_on_file(verb, error)
+    finally:
+        if not wants_traceback:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _give_up_on_file(verb: str, error: OSError) -> NoReturn:
+    if isinstance(error, BrokenPipeError):
+        raise error
+    give_up(verb, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def give_up(verb: str, why: str) -> NoReturn:
+    print(f"fourmin {verb}: {why}", file=sys.stderr)
+    sys.exit(1)

@@ -1,0 +1,17 @@
+"""`fourmin pack`: image folder -> shards with an index."""
+
+from lightning_fourmin.cli.hydra_app import run
+from lightning_fourmin.data.pack.pack import PackOptions, pack
+
+
+def main() -> None:
+    run("pack", PackOptions, _pack)
+
+
+def _pack(options: PackOptions) -> None:
+    index = pack(options)
+    split = index.splits[options.split]
+    print(
+        f"{options.out}: split {options.split} has {split.num_samples:,} images of {len(index.classes):,} classes in "
+        f"{len(split.shards)} shards, {split.num_bytes / 1e6:,.1f} MB"
+    )

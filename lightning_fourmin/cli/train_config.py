@@ -1,0 +1,159 @@
+"""From the composed config to the one that ranks get: values resolved, batch and checkpoint settled, data there."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.fabric.accelerators import CUDAAccelerator
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_fourmin.cli.train_rank import external_rank
+from lightning_fourmin.data.datamodule import ShardDataModule
+from lightning_fourmin.data.digits import DIGITS
+from lightning_fourmin.data.index import INDEX_NAME
+from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.data.urls import is_url
+from lightning_fourmin.optim.schedule import GlobalBatch
+from lightning_fourmin.runs.record import Summary
+from lightning_fourmin.runs.requeue import folder_to_go_on_in
+from lightning_fourmin.runs.resume import first_whole, newest_runs_first, saved, say
+
+
+class ConfigError(ValueError):
+    """A config that makes no training, and what to change."""
+
+
+def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
+    """Plain values for the training that has its files in `folder`."""
+    # As composed, so that all ranks of a launcher look in the same place; in a sweep the folder is another one.
+    named = Path(str(config.run_dir))
+    config.run_dir = str(folder)
+    plain = _resolved(config)
+    _check_recipe(plain["data"])
+    _check_seed(plain["seed"])
+    if external_rank() is None and plain["trainer"]["num_nodes"] != 1:
+        raise ConfigError(
+            f"trainer.num_nodes={plain['trainer']['num_nodes']}, but this command starts ranks on one machine: start "
+            "it with torchrun or srun, as examples/torchrun.md and examples/slurm.sh do"
+        )
+    plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
+    plain["resume"] = _checkpoint(folder_to_go_on_in(named) or plain["resume"], named)
+    _check_metric(plain["metric"])
+    _check_data(plain["data"], validates=plain["trainer"].get("limit_val_batches") != 0)
+    return plain
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    try:
+        missing = OmegaConf.missing_keys(config)
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        if variable := re.search(r"Environment variable '(\w+)' not found", str(error)):
+            raise ConfigError(
+                f"{error.full_key}: {variable[1]} is not set; start the ranks with torchrun or srun, as "
+                "examples/torchrun.md and examples/slurm.sh do"
+            ) from error
+        raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
+    if missing:
+        raise ConfigError(f"{', '.join(sorted(missing))}: not given")
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _check_recipe(data: dict[str, Any]) -> None:
+    # The demo's experiment has the name of its data.
+    choices = HydraConfig.get().runtime.choices
+    if choices.get("experiment") != DIGITS:
+        return
+    path = data.get("path", DIGITS)
+    if choices.get("data") != DIGITS or path != DIGITS:
+        given = f"data={choices['data']}" if choices.get("data") != DIGITS else f"data.path={path}"
+        raise ConfigError(
+            f"{given}, but image size, rate and length would be those of the demo, experiment={DIGITS}: "
+            "choose another experiment, or experiment=none and set them yourself"
+        )
+
+
+def _check_seed(seed: Any) -> None:
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
+
+
+def num_local_ranks(trainer: dict[str, Any]) -> int:
+    """Ranks on this machine."""
+    devices = trainer["devices"]
+    if trainer["accelerator"] in ("gpu", "cuda"):
+        try:
+            return len(CUDAAccelerator.parse_devices(devices) or [])
+        except MisconfigurationException as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"trainer.devices={devices}: {reason} Without GPUs use trainer=cpu2") from error
+    if not isinstance(devices, int) or devices < 1:
+        raise ConfigError(f"trainer.devices={devices} must be a number of ranks, 1 or more")
+    return devices
+
+
+def _num_accumulated(config: dict[str, Any]) -> int:
+    """Backward passes a step, so that it has `global_batch` samples."""
+    trainer, wanted = config["trainer"], config["global_batch"]
+    if wanted is None:
+        return int(trainer["accumulate_grad_batches"])
+    if "batch_size" not in config["data"]:
+        raise ConfigError(f"global_batch={wanted} needs to know data.batch_size: set it, or global_batch=null")
+    batch = GlobalBatch(config["data"]["batch_size"], num_local_ranks(trainer) * trainer["num_nodes"])
+    if not isinstance(wanted, int) or wanted < batch.size or wanted % batch.size:
+        raise ConfigError(
+            f"global_batch={wanted} is not a multiple of the {batch} samples of one backward pass: change "
+            "data.batch_size or trainer.devices, or set global_batch=null"
+        )
+    return int(wanted // batch.size)
+
+
+def _checkpoint(resume: bool | str | int | None, folder: Path) -> str | None:
+    """The checkpoint to go on from: that of the folder if it has one, else of the newest run beside it."""
+    if resume is None or resume is False:
+        return None
+    if resume is True:
+        found = saved(folder) or newest_runs_first(folder.parent)
+        if not found:
+            raise ConfigError(
+                f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first"
+            )
+    else:
+        path = Path(str(resume))  # jobs of a sweep have numbers
+        found = saved(path) if path.is_dir() else [path]
+        if not found or not found[0].is_file():
+            missing = f"{path}/checkpoints is empty" if path.is_dir() else f"{path} does not exist"
+            raise ConfigError(f"resume={resume}: {missing}; give the folder of a run, or true for the newest")
+    checkpoint = first_whole(found)
+    say(f"goes on from {checkpoint}")
+    return str(checkpoint)
+
+
+def _check_metric(name: str) -> None:
+    known = [field.name for field in fields(Summary)]
+    if name not in known:
+        raise ConfigError(f"metric={name} is not known: choose one of {', '.join(known)}")
+
+
+def _check_data(data: dict[str, Any], validates: bool) -> None:
+    """Reads the index now: it says what is missing sooner than ranks could, and the demo data is written once."""
+    module = instantiate(data, _convert_="all")
+    if not isinstance(module, ShardDataModule):
+        return
+    try:
+        index = module.index
+    except ShardError as error:
+        if is_url(module.path) or (Path(module.path) / INDEX_NAME).exists():
+            raise
+        raise ShardError(
+            f"{error}. From a folder of images with one folder a class: `fourmin pack src=FOLDER out={module.path} "
+            "split=train`, then the same with split=val"
+        ) from error
+    for stage in ("train", "val") if validates else ("train",):
+        index.split(module.splits[stage], module.path)

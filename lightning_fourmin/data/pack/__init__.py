@@ -1,0 +1,1 @@
+"""Image folders to tar shards, and the check of every byte."""

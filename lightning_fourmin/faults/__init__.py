@@ -1,0 +1,1 @@
+"""What keeps a run from failing in silence: missing ranks are named, checkpoints are whole, restarts meet again."""

@@ -1,0 +1,1 @@
+"""LARS, its parameter groups, and the schedules of the rate."""

@@ -1,0 +1,256 @@
+"""LARS (You et al. 2017): momentum SGD whose rate is scaled for each tensor by the norms of its weights and gradient.
+
+    ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps),  1 where |w| or |g| is 0
+
+    form "mlperf":  v = momentum * v + lr * ratio * (g + weight_decay * w);  w -= v
+    form "torch":   v = momentum * v +      ratio * (g + weight_decay * w);  w -= lr * v
+
+They differ when the rate changes: in "mlperf" a gradient keeps the rate of its own step for as long as it is in v.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from lightning_fourmin.optim.tensor_norms import cpu_norm, is_dense, norms
+
+FORMS = ("mlperf", "torch")
+
+SMALLEST_FUSED_SCALE = 2.0**-26
+"""The fused kernel gets a scale as 1 - scale; below this one that would cost more than FP32's own rounding."""
+
+
+class LARS(Optimizer):
+    """LARS in the form of the MLPerf reference ("mlperf") or of most PyTorch libraries ("torch").
+
+    Every parameter gets a trust ratio; biases and norm layers should not: `LARS(fm.param_groups(module, weight_decay),
+    lr=...)` leaves them out. A group with `trust_coefficient=None` has no ratio and trains with the full rate.
+
+    Args:
+        params: parameters, named parameters or groups of them; a group may set every option below for itself.
+        lr: learning rate; a number, which schedulers change.
+        momentum: from 0 (no buffer) to below 1.
+        weight_decay: added to the gradient as `weight_decay * w`, inside the ratio as well.
+        trust_coefficient: the size of an update relative to its weights at lr 1; None: no trust ratio.
+        eps: added to the denominator of the ratio.
+        form: "mlperf": the momentum buffer holds updates; "torch": it holds gradients, and lr multiplies it.
+        nesterov: look ahead by one step of momentum.
+
+    Example:
+        ```python
+        LARS(param_groups(module, weight_decay=2e-4), lr=10.0)  # MLPerf's rate for a batch of 4096
+        ```
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float | None = 0.001,
+        eps: float = 1e-7,
+        form: Literal["mlperf", "torch"] = "mlperf",
+        nesterov: bool = False,
+    ) -> None:
+        self._last_ratios: list[tuple[list[Tensor], Tensor | list[float]]] = []
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps, "form": form}
+        super().__init__(params, options | {"trust_coefficient": trust_coefficient, "nesterov": nesterov})
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._last_ratios = []
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_options(self.defaults | param_group, len(self.param_groups))
+        super().add_param_group(param_group)
+
+    def trust_ratios(self) -> dict[str, float]:
+        """The ratios of the last step by parameter name, without the parameters that had none or no gradient.
+
+        Parameters that came without names are called `group0.param3`. Waits for the device, once a group.
+        """
+        of_param: dict[Tensor, float] = {}
+        for params, ratios in self._last_ratios:
+            of_param.update(zip(params, ratios.tolist() if isinstance(ratios, Tensor) else ratios, strict=True))
+        return {
+            _name(group, number, i): of_param[param]
+            for number, group in enumerate(self.param_groups)
+            for i, param in enumerate(group["params"])
+            if param in of_param
+        }
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; a closure runs first, and its loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._last_ratios = []
+        for number, group in enumerate(self.param_groups):
+            fused: list[_Slot] = []
+            rest: list[_Slot] = []
+            for slot in self._slots(group, number):
+                (fused if not group["nesterov"] and _fits_fused_kernel(slot) else rest).append(slot)
+            if fused:
+                rest += self._update_fused(group, fused)
+            for batch in _batches(rest):
+                self._update_batch(group, batch)
+        return loss
+
+    def _slots(self, group: dict[str, Any], number: int) -> Iterator["_Slot"]:
+        for i, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{_name(group, number, i)} has a sparse gradient, which LARS cannot use: build its layer with "
+                    "sparse=False, or give the parameter to another optimizer"
+                )
+            buffer = None
+            if group["momentum"]:
+                state = self.state[param]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(param)
+                buffer = state["momentum_buffer"]
+            yield _Slot(param, param.grad, buffer)
+
+    def _update_fused(self, group: dict[str, Any], slots: list["_Slot"]) -> list["_Slot"]:
+        """Updates in one pass over each tensor, with the scale folded into the kernel's arguments.
+
+        Gives back the slots whose scale the kernel cannot take.
+        """
+        # Tensor by tensor: what the norms have read is still in the cache when the update reads it again.
+        momentum, left = group["momentum"], []
+        adapted = group["trust_coefficient"] is not None
+        for batch in [[slot] for slot in slots] if adapted else [slots]:
+            ratio = _ratio_on_host(group, batch[0]) if adapted else 1.0
+            scale, rate = _scale_and_rate(group, ratio)
+            if momentum and not scale >= SMALLEST_FUSED_SCALE:
+                left += batch
+                continue
+            params, buffers = [slot.param for slot in batch], [slot.buffer for slot in batch if slot.buffer is not None]
+            torch._fused_sgd_(
+                params,
+                [slot.grad for slot in batch],
+                buffers,
+                weight_decay=group["weight_decay"],
+                momentum=momentum,
+                lr=rate if momentum else rate * scale,
+                dampening=1.0 - scale,
+                nesterov=False,
+                maximize=False,
+                # The buffers begin as zeros. In a first step the kernel would leave the scale out.
+                is_first_step=False,
+            )
+            # Autograd does not see what this kernel changes.
+            torch.autograd.graph.increment_version([*params, *buffers])
+            if adapted:
+                self._last_ratios.append((params, [ratio]))
+        return left
+
+    def _update_batch(self, group: dict[str, Any], slots: list["_Slot"]) -> None:
+        """Updates tensors of one device and dtype without waiting for the device."""
+        params, grads = [slot.param for slot in slots], [slot.grad for slot in slots]
+        buffers = [slot.buffer for slot in slots if slot.buffer is not None]
+        ratios: Tensor | float = 1.0
+        if group["trust_coefficient"] is not None:
+            ratios = _ratios(group, norms(params), norms(grads))
+            self._last_ratios.append((params, ratios))
+        scales, rate = _scale_and_rate(group, ratios)
+        updates = torch._foreach_add(grads, params, alpha=group["weight_decay"])
+        torch._foreach_mul_(updates, scales.unbind() if isinstance(scales, Tensor) else scales)
+        if group["momentum"]:
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates)
+            if group["nesterov"]:
+                torch._foreach_add_(updates, buffers, alpha=group["momentum"])
+        torch._foreach_add_(params, updates if group["nesterov"] or not buffers else buffers, alpha=-rate)
+
+
+class _Slot(NamedTuple):
+    """A parameter with what its update needs."""
+
+    param: Tensor
+    grad: Tensor
+    buffer: Tensor | None
+
+
+def _scale_and_rate(group: dict[str, Any], ratio: Any) -> tuple[Any, float]:
+    """What multiplies a gradient on its way into the buffer, and the buffer on its way into the weights."""
+    return (group["lr"] * ratio, 1.0) if group["form"] == "mlperf" else (ratio, group["lr"])
+
+
+def _ratios(group: dict[str, Any], weight_norms: Tensor, grad_norms: Tensor) -> Tensor:
+    denominators = grad_norms + group["weight_decay"] * weight_norms + group["eps"]
+    has_ratio = (weight_norms > 0) & (grad_norms > 0)
+    return torch.where(has_ratio, group["trust_coefficient"] * weight_norms / denominators, 1.0)
+
+
+def _ratio_on_host(group: dict[str, Any], slot: _Slot) -> float:
+    weight_norm, grad_norm = float(cpu_norm(slot.param)), float(cpu_norm(slot.grad))
+    if not (weight_norm > 0 and grad_norm > 0):
+        return 1.0
+    denominator = grad_norm + group["weight_decay"] * weight_norm + group["eps"]
+    return float(group["trust_coefficient"] * weight_norm / denominator)
+
+
+def _fits_fused_kernel(slot: _Slot) -> bool:
+    """Whether torch's fused SGD gets this right on CPU.
+
+    It takes memory as it lies, whatever the strides, and is wrong in 16 bit; in FP64 the scale would lose digits.
+    """
+    param, grad, buffer = slot
+    return (
+        param.is_cpu
+        and param.dtype == grad.dtype == torch.float32
+        and param.stride() == grad.stride()
+        and (buffer is None or buffer.stride() == param.stride())
+        and is_dense(param)
+        # Not a public function.
+        and hasattr(torch, "_fused_sgd_")
+    )
+
+
+def _batches(slots: list[_Slot]) -> list[list[_Slot]]:
+    """What to update together: on CPU one tensor, which stays in the cache; else all of a device and dtype."""
+    batches: dict[Any, list[_Slot]] = defaultdict(list)
+    for slot in slots:
+        param = slot.param
+        batches[param if param.is_cpu else (param.device, param.dtype)].append(slot)
+    return list(batches.values())
+
+
+def _name(group: dict[str, Any], number: int, i: int) -> str:
+    return group["param_names"][i] if "param_names" in group else f"group{number}.param{i}"
+
+
+def _check_options(options: dict[str, Any], number: int) -> None:
+    where = f"of param group {number}"
+    for field in ("lr", "momentum", "weight_decay", "eps", "trust_coefficient"):
+        value = options[field]
+        if field == "trust_coefficient" and value is None:
+            continue
+        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"{field} {where} must be a finite number of at least 0, got {value!r}")
+    if options["momentum"] >= 1:
+        raise ValueError(f"momentum {where} must be below 1, got {options['momentum']!r}")
+    if options["eps"] == 0:
+        raise ValueError(f"eps {where} must be above 0: the MLPerf reference, given 0, takes 1e-7")
+    if options["trust_coefficient"] == 0:
+        raise ValueError(f"trust_coefficient {where} must be above 0, or None for no trust ratio")
+    if options["form"] not in FORMS:
+        raise ValueError(f"form {where} must be one of {', '.join(map(repr, FORMS))}, got {options['form']!r}")
+    if options["nesterov"] and options["momentum"] == 0:
+        raise ValueError(f"nesterov {where} needs a momentum above 0: set momentum, or leave nesterov out")

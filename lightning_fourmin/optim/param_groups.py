@@ -1,0 +1,52 @@
+"""Parameter groups of the recipe: weights are decayed and get a trust ratio, biases and norm layers neither."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from lightning_fourmin.precision.norm_layers import NORM_LAYERS
+
+
+def param_groups(
+    module: nn.Module,
+    weight_decay: float,
+    *,
+    norm_types: Sequence[type[nn.Module]] = (),
+    names: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: weights with decay; biases and norm parameters without decay and trust ratio.
+
+    A bias has the word "bias" in its own name (`fc.bias`, `in_proj_bias`, `bias_ih_l0`); norm parameters belong to one
+    of torch's norm layers or a class derived from them. Frozen parameters are in the groups too: they stay as they are
+    until they get a gradient.
+
+    Args:
+        module: whose parameters; shared ones are taken once.
+        weight_decay: of the weights.
+        norm_types: more classes of norm layers, for those that do not derive from torch's.
+        names: more parameters without decay and trust ratio, as names or patterns such as "*.gamma".
+    """
+    named = list(module.named_parameters())
+    if not named:
+        raise ValueError(f"{type(module).__name__} has no parameters to make groups of")
+    for pattern in names:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            raise ValueError(f"names has {pattern!r}, which matches no parameter of {type(module).__name__}")
+    norm_layers = (*NORM_LAYERS, *norm_types)
+    weights: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in named:
+        owner, _, own_name = name.rpartition(".")
+        is_weight = not (
+            isinstance(module.get_submodule(owner), norm_layers)
+            or "bias" in own_name.split("_")
+            or any(fnmatchcase(name, pattern) for pattern in names)
+        )
+        (weights if is_weight else others).append((name, parameter))
+    groups = [
+        {"name": "weights", "params": weights, "weight_decay": weight_decay},
+        {"name": "biases_and_norms", "params": others, "weight_decay": 0.0, "trust_coefficient": None},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,244 @@
+"""The precision plugin: forward and backward in FP16 or BF16, FP32 master weights, loss scale."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_fourmin.precision.cpu_half_ops import HALVES, HalfKernels, needs_half_kernels
+from lightning_fourmin.precision.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
+from lightning_fourmin.precision.norm_layers import keep_norms_in_fp32, tensors_of_norms
+from lightning_fourmin.precision.overflow import BadStep, all_finite, losses_of_ranks, outside_of, ranks_differ
+from lightning_fourmin.precision.weight_copies import StandIns
+
+COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class FourMinPrecision(HalfPrecision):
+    """16-bit weights and activations in steps, FP32 masters everywhere else.
+
+    The module's parameters are the FP32 masters that optimizers, callbacks and checkpoints see. In training,
+    validation, test and prediction steps `layer.weight` is a 16-bit copy, while `parameters()` still lists the masters:
+    change weights through those. Norm layers (by type) stay in FP32. Steps run in `torch.autocast`, so losses are
+    computed in FP32 and products take FP32 tensors (buffers such as position encodings, tensors made in the step) as
+    16-bit ones. FP32 tensors of a batch arrive in 16 bit; float64 tensors arrive as they are.
+
+    Outside of the backward pass gradients are FP32 and unscaled: hooks, clipping and optimizers need to know nothing.
+    A step with a non-finite gradient on any rank is skipped on all of them, and counted: `fourmin/skipped_steps` and
+    `fourmin/loss_scale` are logged.
+
+    Args:
+        dtype: "fp16" or "bf16".
+        loss_scale: "dynamic" or a number; BF16 has FP32's range and is not scaled.
+        half_kernels: compute products in FP32 and round them (see `half_kernels`); None: on CPUs, but for BF16 where
+            they have units for it.
+
+    Example:
+        ```python
+        Trainer(strategy="fourmin", precision="16-true")  # picks it
+        Trainer(plugins=[FourMinPrecision("fp16", loss_scale=1024)])
+        ```
+    """
+
+    def __init__(
+        self, dtype: str = "fp16", loss_scale: float | str = "dynamic", half_kernels: bool | None = None
+    ) -> None:
+        if dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not known: choose one of {', '.join(map(repr, COMPUTE_DTYPES))}")
+        _check_loss_scale(dtype, loss_scale)
+        super().__init__("16-true" if dtype == "fp16" else "bf16-true")
+        self.dtype = COMPUTE_DTYPES[dtype]
+        if dtype == "bf16":
+            self.loss_scale = LossScale(1.0, dynamic=False)
+        elif loss_scale == "dynamic":
+            self.loss_scale = LossScale(INITIAL_SCALE, dynamic=True)
+        else:
+            self.loss_scale = LossScale(float(loss_scale), dynamic=False)
+        self._half_kernels = half_kernels
+        self._kernels: AbstractContextManager[Any] = nullcontext()
+        self._module: nn.Module | None = None
+        self._outside: list[nn.Parameter] = []
+        """Parameters that optimizers have and the module does not."""
+        self._ranks_differ = False
+        self._widened: dict[str, Tensor] = {}
+        """By name: what the module has brought in 16 bit and trains or normalises with."""
+        self._stand_ins: StandIns | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._loss: Tensor | None = None
+        self._first_bad: dict[int, BadStep] = {}
+        """By optimizer: the first of the steps in a row that were skipped up to now."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        of_norms = tensors_of_norms(module)
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            if tensor.dtype in HALVES and (tensor.requires_grad or tensor in of_norms):
+                tensor.data = tensor.data.float()
+                self._widened[name] = tensor
+        self._module, self._stand_ins = module, StandIns(module, self.dtype)
+        self._hooks = keep_norms_in_fp32(module)
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS evaluates the loss several times a step, and a step cannot be skipped after that: use another "
+                "optimizer, or precision='32-true'"
+            )
+        wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
+        self._kernels = HalfKernels() if wanted else nullcontext()
+        assert self._module is not None
+        self._outside = outside_of(self._module, optimizers)
+        self._ranks_differ = ranks_differ(self._module, optimizers)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        assert self._stand_ins is not None
+        # No cache of autocast's own: it would outlive an optimizer's step inside of this one.
+        autocast = torch.autocast(self._device.type, dtype=self.dtype, cache_enabled=False)
+        with self._stand_ins.active(), self._kernels, autocast:
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return apply_to_collection(data, Tensor, lambda t: t.to(self.dtype) if t.dtype is torch.float32 else t)
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        loss = super().pre_backward(tensor, module).float()
+        self._loss = loss.detach()
+        # Gradients of earlier backward passes that this one adds to, and that the all-reduce takes with it.
+        self._scale_gradients(self.loss_scale.value)
+        return loss * self.loss_scale.value
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        assert self._stand_ins is not None
+        # Checkpointed layers run their forward again in here.
+        with self._stand_ins.active(), self._kernels, torch.autocast(self._device.type, enabled=False):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        self._scale_gradients(1 / self.loss_scale.value)
+        return super().post_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        assert self._stand_ins is not None
+        result = closure()
+        number = next(i for i, other in enumerate(model.trainer.optimizers) if other is optimizer)
+        finite = all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
+        if self._ranks_differ:
+            finite = model.trainer.strategy.reduce_boolean_decision(finite)
+        if finite:
+            self._after_closure(model, optimizer)
+            optimizer.step(**kwargs)
+            self._stand_ins.refresh()
+            self._first_bad.pop(number, None)
+        else:
+            if number not in self._first_bad:
+                self._first_bad[number] = BadStep.examine(model, optimizer)
+            # Schedulers count a skipped step like any other; without this the first one makes torch warn.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.loss_scale.update(finite, number)
+        self._report(model, number)
+        return result
+
+    def _report(self, model: LightningModule, optimizer: int) -> None:
+        scale = self.loss_scale
+        # Manual optimization may step where Lightning logs no steps.
+        place = _FxValidator.functions.get(model._current_fx_name or "")
+        if not model.trainer.barebones and place is not None and True in place["allowed_on_step"]:
+            figures = {"fourmin/loss_scale": scale.value, "fourmin/skipped_steps": float(scale.skipped_steps)}
+            model.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
+        if scale.exhausted(optimizer):
+            raise RuntimeError(self._describe_overflow(model, optimizer))
+        if scale.skips_in_a_row[optimizer] == PATIENCE // 2:
+            rank_zero_warn(
+                f"{PATIENCE // 2} steps in a row were skipped: their gradients are not finite; the loss scale is now "
+                f"{scale.value:g}"
+            )
+
+    def _describe_overflow(self, model: LightningModule, optimizer: int) -> str:
+        return (
+            f"gradients were not finite in {self.loss_scale.skips_in_a_row[optimizer]} steps in a row, the first at "
+            f"{self._first_bad[optimizer]}, the last with loss scale {self.loss_scale.value:g}; "
+            f"{losses_of_ranks(model.trainer, self._loss)}: look for bad data or a diverging loss, lower the learning "
+            "rate, or try dtype='bf16' or precision='32-true'"
+        )
+
+    def _scale_gradients(self, factor: float) -> None:
+        assert self._module is not None
+        gradients = [p.grad for p in chain(self._module.parameters(), self._outside) if p.grad is not None]
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    @property
+    def _device(self) -> torch.device:
+        assert isinstance(self._module, LightningModule)
+        return self._module.device
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning has loaded the weights into the module as it was born: where that is 16 bit, rounded."""
+        with torch.no_grad():
+            for name in self._widened.keys() & checkpoint["state_dict"].keys():
+                self._widened[name].copy_(checkpoint["state_dict"][name])
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.loss_scale.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loss_scale.load_state_dict(state_dict)
+
+    @override
+    def teardown(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
+        self._kernels, self._outside, self._widened = nullcontext(), [], {}
+        super().teardown()
+
+
+def _check_loss_scale(dtype: str, loss_scale: float | str) -> None:
+    if loss_scale == "dynamic":
+        return
+    if isinstance(loss_scale, str) or not (math.isfinite(loss_scale) and loss_scale > 0):
+        raise ValueError(f"loss_scale must be 'dynamic' or a number above 0, got {loss_scale!r}")
+    if dtype == "bf16":
+        raise ValueError(
+            f"loss_scale={loss_scale!r} with dtype='bf16': BF16 has the range of FP32 and needs no loss scale; leave "
+            "loss_scale out, or use dtype='fp16'"
+        )

@@ -1,0 +1,132 @@
+"""The curves of a run, from the files that Lightning's CSVLogger writes."""
+
+import csv
+import io
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lightning_fourmin.runs.folder import RESUMED, metrics_files
+from lightning_fourmin.runs.record import RunError
+
+NUM_STRETCHES = 50
+"""Of a series that is shown as its trend."""
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One logged value by rising step; values that are not finite are counted, not kept."""
+
+    steps: Array
+    values: Array
+    num_bad: int = 0
+    first_bad_step: int | None = None
+    ends_bad: bool = False
+    """Whether the last value was not finite."""
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.values))
+
+    def at(self, steps: Array) -> "Series":
+        """The values at those of `steps` that were logged."""
+        places = np.isin(self.steps, steps)
+        return Series(self.steps[places], self.values[places])
+
+    def since(self, step: int) -> "Series":
+        places = self.steps >= step
+        return Series(self.steps[places], self.values[places])
+
+    def times(self, other: "Series") -> "Series":
+        """The product at the steps that both have."""
+        mine, theirs = self.at(other.steps), other.at(self.steps)
+        return Series(mine.steps, mine.values * theirs.values)
+
+    def thinned(self, num_bins: int = 250) -> "Series":
+        """The least and the largest value of each of `num_bins` stretches: no peak is lost."""
+        if len(self.steps) <= 2 * num_bins:
+            return self
+        kept: set[int] = set()
+        for places in np.array_split(np.arange(len(self.steps)), num_bins):
+            kept |= {int(places[self.values[places].argmin()]), int(places[self.values[places].argmax()])}
+        order = sorted(kept)
+        return replace(self, steps=self.steps[order], values=self.values[order])
+
+    @property
+    def is_long(self) -> bool:
+        """So many points that their trend is easier to see than they are."""
+        return len(self.steps) >= 3 * NUM_STRETCHES
+
+    def smoothed(self) -> "Series":
+        """The median of each of some stretches; a short series as it is."""
+        if not self.is_long:
+            return self
+        places = np.array_split(np.arange(len(self.steps)), NUM_STRETCHES)
+        steps, values = (np.array([np.median(all_[part]) for part in places]) for all_ in (self.steps, self.values))
+        return replace(self, steps=steps, values=values)
+
+
+Metrics = dict[str, Series]
+_Columns = dict[str, dict[int, float]]
+"""Values by name and step."""
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """Every column with at least one number, by name; empty where nothing was logged.
+
+    Of a run that was resumed, all parts: each counts up to the step where the next one went on.
+    """
+    columns: _Columns = {}
+    for path in metrics_files(folder):
+        part = _read(path)
+        columns = _joined(columns, part) if RESUMED in part else part
+    series = {name: _series(points) for name, points in columns.items()}
+    return {name: one for name, one in series.items() if len(one.steps) or one.num_bad}
+
+
+def resumed_steps(metrics: Metrics) -> list[int]:
+    """Where the run went on from a checkpoint."""
+    return [int(step) for step in metrics[RESUMED].steps] if RESUMED in metrics else []
+
+
+def _read(path: Path) -> _Columns:
+    text = path.read_text()
+    # A run that is still going may be writing its last line: half a number is a wrong number.
+    rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
+    names = next(rows, [])
+    if names and "step" not in names:
+        raise RunError(f"{path} has no column step: Lightning's CSVLogger did not write it")
+    columns: _Columns = defaultdict(dict)
+    for number, row in enumerate(rows, start=2):
+        cells = {name: cell for name, cell in zip(names, row, strict=False) if cell}
+        name = "step"
+        try:
+            step = int(cells.pop(name))
+            for name, cell in cells.items():
+                columns[name][step] = float(cell)
+        except (KeyError, ValueError) as error:
+            raise RunError(f"{path}, line {number}: column {name} holds no number ({error})") from error
+    return columns
+
+
+def _joined(earlier: _Columns, later: _Columns) -> _Columns:
+    """What was logged after the step of the resume belongs to a course that the run did not take."""
+    start = min(later[RESUMED])
+    kept = {name: {step: value for step, value in points.items() if step <= start} for name, points in earlier.items()}
+    return {name: kept.get(name, {}) | later.get(name, {}) for name in [*kept, *later]}
+
+
+def _series(points: dict[int, float]) -> Series:
+    good = sorted((step, value) for step, value in points.items() if math.isfinite(value))
+    bad = sorted(step for step, value in points.items() if not math.isfinite(value))
+    table = np.array(good, dtype=np.float64).reshape(-1, 2)
+    ends_bad = bool(bad) and max(points) == bad[-1]
+    return Series(table[:, 0], table[:, 1], len(bad), bad[0] if bad else None, ends_bad)

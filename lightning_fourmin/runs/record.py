@@ -1,0 +1,190 @@
+"""`run.json`: what was run and how it ended, written by a training and read by its report."""
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from lightning_fourmin.allreduce.buckets import Bucket
+from lightning_fourmin.allreduce.table import AllReduceTable
+from lightning_fourmin.files import write_whole
+
+RUN_NAME = "run.json"
+ERROR_NAME = "error.txt"
+FORMAT = 1
+Status = Literal["running", "done", "failed", "interrupted", "preempted"]
+"""interrupted: by Ctrl-C; preempted: by SIGTERM."""
+
+
+class RunError(ValueError):
+    """A folder that holds no readable run."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    cpu: str
+    cores: int
+    memory_gb: float
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    name: str
+    num_parameters: int
+    num_tensors: int
+
+
+@dataclass(frozen=True)
+class BucketRecord:
+    """Gradients that travelled together."""
+
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+    first: str
+    last: str
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> "BucketRecord":
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        return cls(len(bucket.names), bucket.num_bytes, dtype, bucket.names[0], bucket.names[-1])
+
+
+@dataclass(frozen=True)
+class TableRowRecord:
+    num_bytes: int
+    milliseconds: dict[str, float]
+    choice: str
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """The all-reduce table and what it chose at each size."""
+
+    source: str
+    topology_key: str
+    backend: str
+    rows: tuple[TableRowRecord, ...]
+
+    @classmethod
+    def of(cls, table: AllReduceTable) -> "TableRecord":
+        rows = [TableRowRecord(n.num_bytes, dict(n.milliseconds), table.choose(n.num_bytes)) for n in table.rows]
+        return cls(table.source, table.topology_key, table.backend, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures a run ends with; None where it did not get that far or nothing measured it."""
+
+    top1: float | None = None
+    top5: float | None = None
+    val_loss: float | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    images_per_s: float | None = None
+    S: float | None = None
+    N: int | None = None
+    e: float | None = None
+    step_ms: float | None = None
+    exposed_ms: float | None = None
+    skipped_steps: int | None = None
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One training; `dataclasses.replace` makes the record of its end from that of its start."""
+
+    name: str
+    """Of the experiment."""
+    command: str
+    started: str
+    """ISO 8601, with its time zone."""
+    versions: dict[str, str]
+    hardware: Hardware
+    seconds: float | None = None
+    """Of all parts of a run that was resumed, but for those that were killed."""
+    status: Status = "running"
+    error: str | None = None
+    arithmetic: tuple[str, ...] = ()
+    """Sentences on batch, rate and schedule."""
+    model: ModelSize | None = None
+    topology: str | None = None
+    world_size: int | None = None
+    fusion_plan: tuple[BucketRecord, ...] | None = None
+    table: TableRecord | None = None
+    summary: Summary = field(default_factory=Summary)
+    overrides: tuple[str, ...] = ()
+    """`key=value` of this job, where a sweep started it."""
+
+    def write(self, folder: Path) -> None:
+        """Publishes the record, complete or not at all; numbers that are not finite become null."""
+        content = {"format": FORMAT, **_finite(asdict(self))}
+        write_whole(folder / RUN_NAME, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecord":
+        path = folder / RUN_NAME
+        if not path.is_file():
+            raise RunError(f"{path} does not exist: name a folder that `fourmin train` made, of a run or of a sweep")
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
+        if not isinstance(content, dict) or "format" not in content:
+            raise RunError(f"{path} has no field format: `fourmin train` did not write it")
+        if content["format"] != FORMAT:
+            raise RunError(f"{path} has format {content['format']}, but this version reads format {FORMAT}")
+        try:
+            record: RunRecord = _parse(cls, content, "")
+        except RunError as error:
+            raise RunError(f"{path}: {error}") from error
+        return record
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN, and readers other than Python's refuse it."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parse(kind: Any, value: Any, name: str) -> Any:
+    """JSON as a field of type `kind`; `name` is the way there, for the error."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _parse(parts[0], value, name)
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _parse_fields(kind, value, f"{name}." if name else "")
+    if origin is tuple and isinstance(value, list):
+        return tuple(_parse(parts[0], part, f"{name}[{index}]") for index, part in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _parse(parts[1], part, f"{name}.{key}") for key, part in value.items()}
+    if origin is Literal and value in parts:
+        return value
+    # JSON writes 4.0 as 4 in other languages; true is not a number, though Python's bool is an int.
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind:
+        return value
+    wanted = f"one of {', '.join(parts)}" if origin is Literal else _JSON_NAMES.get(origin or kind, "an object")
+    raise RunError(f"field {name} is {json.dumps(value)[:80]}, but it has to be {wanted}")
+
+
+_JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", tuple: "a list"}
+
+
+def _parse_fields(kind: Any, content: dict[str, Any], prefix: str) -> Any:
+    hints = get_type_hints(kind)
+    values = {}
+    for part in fields(kind):
+        if part.name in content:
+            values[part.name] = _parse(hints[part.name], content[part.name], prefix + part.name)
+        elif part.default is MISSING and part.default_factory is MISSING:
+            raise RunError(f"field {prefix}{part.name} is missing")
+    return kind(**values)

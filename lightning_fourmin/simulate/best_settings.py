@@ -1,0 +1,100 @@
+"""Which settings a scenario would be fastest with, and what holds it back."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lightning_fourmin.allreduce.algorithms import IN_PIECES, usable_algorithms
+from lightning_fourmin.allreduce.buckets import MIB
+from lightning_fourmin.allreduce.cost import Link, Links
+from lightning_fourmin.allreduce.table import CHUNK_BYTES
+from lightning_fourmin.simulate.scenario import COMPARED, Scenario
+from lightning_fourmin.simulate.stragglers import Stragglers
+
+FUSION_MB = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+CHUNK_MB = (CHUNK_BYTES / MIB, 4.0, 16.0, 64.0)
+SWITCH_MB = tuple(4.0**power / 1024 for power in range(9))
+"""1 KiB to 64 MiB."""
+HIDDEN = 0.01
+"""Exposed time below this share of a step is not worth a word on links."""
+NO_TIME = Link(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest settings of a scenario on the ranks that it has."""
+
+    algorithm: str
+    """`hybrid` chooses by table."""
+    fusion_mb: float
+    chunk_mb: float
+    """Pieces of large buckets, where the algorithm has phases that could overlap."""
+    step_ms: float
+    switch_mb: float
+    """Of the paper's hybrid (hierarchical up to this size, ring above) with the same fusion and pieces."""
+    switch_step_ms: float
+    by_algorithm: dict[str, float]
+    """Milliseconds of a step, each with its best fusion and pieces."""
+
+
+def best_settings(scenario: Scenario) -> Best:
+    plain = replace(scenario, switch_mb=None)
+    names = ("hybrid", *usable_algorithms(scenario.plan.topology), *COMPARED)
+    by_algorithm = {
+        name: _fastest(
+            replace(plain, algorithm=name, fusion_mb=fusion_mb, chunk_bytes=int(chunk_mb * MIB))
+            for fusion_mb in FUSION_MB
+            for chunk_mb in (CHUNK_MB if name in ("hybrid", *IN_PIECES) else CHUNK_MB[:1])
+        )
+        for name in names
+    }
+    best = _fastest(one for name, one in by_algorithm.items() if name not in COMPARED)
+    switched = _fastest(replace(best, algorithm="hybrid", switch_mb=switch_mb) for switch_mb in SWITCH_MB)
+    assert best.fusion_mb is not None
+    assert switched.switch_mb is not None
+    return Best(
+        best.algorithm,
+        best.fusion_mb,
+        best.plan.table.chunk_bytes / MIB,
+        1e3 * best.step.step_s,
+        switched.switch_mb,
+        1e3 * switched.step.step_s,
+        {name: 1e3 * one.step.step_s for name, one in by_algorithm.items()},
+    )
+
+
+def _fastest(scenarios: Iterable[Scenario]) -> Scenario:
+    """The first of the fastest."""
+    return min(scenarios, key=lambda scenario: scenario.step.step_s)
+
+
+def bottleneck(scenario: Scenario) -> str:
+    """One sentence: what of the step would go away with which link, found by taking each away."""
+    now = scenario.prediction
+    if scenario.num_ranks == 1:
+        return f"Bottleneck: compute; one rank does not communicate in its {now.step_ms:.1f} ms."
+    if now.exposed_ms < HIDDEN * now.step_ms:
+        return (
+            f"Bottleneck: compute, {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes {now.comm_ms:.1f} "
+            "ms, nearly all of it behind backward."
+        )
+    links = scenario.cluster.links
+    what_if = {
+        "latency between nodes": _with_links(scenario, replace(links, between=Link(0.0, links.between.s_per_byte))),
+        "bandwidth between nodes": _with_links(scenario, replace(links, between=Link(links.between.latency_s, 0.0))),
+        "the links inside a node": _with_links(scenario, replace(links, inside=NO_TIME, inside_backend=NO_TIME)),
+        "the cores that communication shares with compute": replace(
+            scenario, cluster=replace(scenario.cluster, host=None)
+        ),
+        "slow ranks": replace(scenario, stragglers=Stragglers()),
+    }
+    saved_ms = {name: now.step_ms - 1e3 * other.step.step_s for name, other in what_if.items()}
+    worst = max(saved_ms, key=lambda name: saved_ms[name])
+    return (
+        f"Bottleneck: {worst}; without, a step would take {now.step_ms - saved_ms[worst]:.1f} instead of "
+        f"{now.step_ms:.1f} ms ({now.exposed_ms:.1f} ms are exposed communication)."
+    )
+
+
+def _with_links(scenario: Scenario, links: Links) -> Scenario:
+    """The same scenario, decided by the same table: only times change."""
+    return replace(scenario, cluster=replace(scenario.cluster, links=links), measured=scenario.plan.table)

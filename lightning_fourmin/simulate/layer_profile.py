@@ -1,0 +1,235 @@
+"""Profile of a module: how long forward, backward and update take, and when backward has each gradient ready.
+
+forward    |conv1 conv2 fc |
+backward                   |fc |conv2 |conv1 |
+ready                          ^      ^      ^      what tensor fusion and the simulator wait for
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_fourmin.simulate.errors import PlanError
+
+NUM_WARMUP = 2
+
+Loss = Callable[[Any], Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_Mark = TypeVar("_Mark")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter's gradient; name and bytes are those of the fusion plan."""
+
+    name: str
+    num_bytes: int
+    ready_s: float
+    """After the start of backward."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of one step of one rank without communication; gradients in the order of readiness."""
+
+    gradients: tuple[Gradient, ...]
+    forward_s: float
+    backward_s: float
+    update_s: float
+    """The optimizer's step, and whatever else lies between the last gradient and the next forward."""
+    batch_size: int
+    source: str
+    """Where the times come from, for people."""
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """S of T = S * N * e."""
+        return self.batch_size / self.compute_s
+
+    def scaled(self, factor: float) -> "Profile":
+        """The same step, every time multiplied."""
+        return replace(
+            self,
+            gradients=tuple(replace(one, ready_s=factor * one.ready_s) for one in self.gradients),
+            forward_s=factor * self.forward_s,
+            backward_s=factor * self.backward_s,
+            update_s=factor * self.update_s,
+        )
+
+
+@dataclass
+class Marks(Generic[_Mark]):
+    """Points in a step, as a clock gives them."""
+
+    start: _Mark
+    backward: _Mark
+    gradients: list[tuple[str, _Mark]]
+    end: _Mark
+
+
+def measure_profile(
+    module: nn.Module,
+    inputs: Tensor | Sequence[Any],
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    repetitions: int = 5,
+    before_step: Callable[[], object] = lambda: None,
+) -> Profile:
+    """Medians over steps of a copy of `module` on its own device; `module` and the random state stay untouched.
+
+    Without `loss` the sum of all outputs is differentiated; without `optimizer` the update takes no time. Where ranks
+    share cores, a barrier as `before_step` makes them compete as they do in training.
+    """
+    twin = copy.deepcopy(module).train()
+    parameters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+    device = parameters[0].device.type if parameters else "cpu"
+    optimize = None if optimizer is None or not parameters else optimizer(parameters)
+
+    def steps(clock: "Clock[_Mark]") -> list[tuple[Marks[float], float]]:
+        with torch.random.fork_rng():
+            timed = []
+            for _ in range(NUM_WARMUP + repetitions):
+                before_step()
+                timed.append(_timed_step(twin, inputs, loss, optimize, clock))
+            return timed
+
+    timed = (steps(_CudaClock()) if device == "cuda" else steps(_HostClock()))[NUM_WARMUP:]
+    update_s = statistics.median(took for _, took in timed)
+    return profile_of(
+        [marks for marks, _ in timed], update_s, twin, batch_size_of(inputs), f"measured on {device}, n={repetitions}"
+    )
+
+
+def _timed_step(
+    module: nn.Module,
+    inputs: Tensor | Sequence[Any],
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    clock: "Clock[_Mark]",
+) -> tuple[Marks[float], float]:
+    """The marks of a step in seconds, and the seconds of its update."""
+    marks = record(module, inputs, loss, clock.mark)
+    if optimizer is not None:
+        optimizer.step()
+    done = clock.mark()
+    module.zero_grad()
+
+    def since(mark: _Mark) -> float:
+        return clock.between(marks.start, mark)
+
+    gradients = [(name, since(at)) for name, at in marks.gradients]
+    return Marks(0.0, since(marks.backward), gradients, since(marks.end)), clock.between(marks.end, done)
+
+
+def record(
+    module: nn.Module, inputs: Tensor | Sequence[Any], loss: Loss | None, mark: Callable[[], _Mark]
+) -> Marks[_Mark]:
+    """Runs forward and backward once and marks when each gradient is ready."""
+    gradients: list[tuple[str, _Mark]] = []
+    with _hooks(module, lambda name: gradients.append((name, mark()))):
+        start = mark()
+        output = module(*([inputs] if isinstance(inputs, Tensor) else inputs))
+        total = sum_of(output) if loss is None else loss(output)
+        backward = mark()
+        total.backward()
+        return Marks(start, backward, gradients, mark())
+
+
+def profile_of(
+    steps: Sequence[Marks[float]], update_s: float, module: nn.Module, batch_size: int, source: str
+) -> Profile:
+    """Medians of several recorded steps whose marks are seconds."""
+    num_bytes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
+    missing = sorted(num_bytes.keys() - {name for name, _ in steps[0].gradients})
+    if missing or not num_bytes:
+        what = f"{missing[0]} (1 of {len(missing)}) gets no gradient" if missing else "it has no trainable parameters"
+        raise PlanError(
+            f"{type(module).__name__} cannot be profiled: {what}; freeze what is not trained, or return from "
+            "forward every output that is"
+        )
+    ready: dict[str, list[float]] = {name: [] for name in num_bytes}
+    for step in steps:
+        for name, at in step.gradients:
+            ready[name].append(at - step.backward)
+    gradients = sorted(
+        (Gradient(name, num_bytes[name], statistics.median(times)) for name, times in ready.items()),
+        key=lambda gradient: gradient.ready_s,
+    )
+    return Profile(
+        tuple(gradients),
+        statistics.median(step.backward - step.start for step in steps),
+        statistics.median(step.end - step.backward for step in steps),
+        update_s,
+        batch_size,
+        source,
+    )
+
+
+@contextmanager
+def _hooks(module: nn.Module, is_ready: Callable[[str], object]) -> Iterator[None]:
+    handles = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: is_ready(name) and None))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def sum_of(output: Any) -> Tensor:
+    """Of all tensors in it: the loss of a net whose own is not known."""
+    sums = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not sums:
+        raise PlanError(
+            f"the module's output ({type(output).__name__}) holds no tensor to differentiate: return one from forward"
+        )
+    return torch.stack(sums).sum()
+
+
+def batch_size_of(inputs: Tensor | Sequence[Any]) -> int:
+    first = inputs if isinstance(inputs, Tensor) else next(value for value in inputs if isinstance(value, Tensor))
+    return len(first)
+
+
+class Clock(Protocol[_Mark]):
+    """Marks points in time; the seconds between two are known once both have passed."""
+
+    def mark(self) -> _Mark: ...
+    def between(self, start: _Mark, end: _Mark) -> float: ...
+
+
+class _HostClock:
+    """For CPU, where an operation is done when it returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+
+class _CudaClock:
+    """Events on the stream: the host runs ahead of the device, and is not made to wait while a step runs."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,59 @@
+"""A cluster as `fourmin tune` measured it: its table, and the links that explain the table."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_fourmin.allreduce.fit_links import fit_links
+from lightning_fourmin.allreduce.table import AllReduceTable
+from lightning_fourmin.allreduce.table_csv import read_table
+from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.simulate.cluster import Cluster
+from lightning_fourmin.simulate.errors import PlanError
+
+
+def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
+    """The cluster with nodes, backend and the links of a measured table that it tells about, and that table."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"table={path} cannot be read ({error}): give a CSV that fourmin tune has written") from error
+    topology, backend = _topology(path, text), re.search(r"^# backend: (.+)$", text, re.MULTILINE)
+    try:
+        table = read_table(path, topology, "" if backend is None else backend[1])
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    sizes = {topology.node_of.count(node) for node in topology.node_of}
+    if len(sizes) > 1:
+        raise PlanError(f"table={path} is of nodes with {sorted(sizes)} ranks: a plan needs nodes alike")
+    if table.group_size is None and topology.key != Topology.build(topology.node_of).key:
+        table = replace(table, group_size=topology.largest_group)  # given to the tuner, not found by it
+    fit = fit_links(table, topology)
+    known = cluster.links
+    unseen: dict[str, Any] = {
+        name: getattr(known, name) for name in ("inside", "inside_backend") if name not in fit.fitted
+    }
+    if "between" not in fit.fitted:  # it is of one node
+        unseen |= {"between": known.between, "num_nics": known.num_nics}
+    links = replace(fit.links, **unseen)
+    name = f"{path.name} ({fit})"
+    measured = replace(cluster, name=name, backend=table.backend, ranks_per_node=sizes.pop(), links=links)
+    return measured, table
+
+
+def _topology(path: Path, text: str) -> Topology:
+    """The topology of a key like nodes2x4_groups4x2."""
+    found = re.search(r"^# topology_key: nodes([\dx+]+)_groups([\dx+]+)$", text, re.MULTILINE)
+    if found is None:
+        raise PlanError(f"table={path} does not say for which topology it is: give a CSV that fourmin tune has written")
+    nodes, groups = ([int(size) for run in key.split("+") for size in _run(run)] for key in found.groups())
+    node_of = [node for node, size in enumerate(nodes) for _ in range(size)]
+    ends = [sum(groups[: i + 1]) for i in range(len(groups))]
+    ranks = tuple(range(len(node_of)))
+    return Topology(tuple(node_of), tuple(ranks[end - size : end] for end, size in zip(ends, groups, strict=True)))
+
+
+def _run(run: str) -> list[str]:
+    count, _, size = run.partition("x")
+    return [size] * int(count)

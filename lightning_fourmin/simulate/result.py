@@ -1,0 +1,104 @@
+"""Everything that is said about a scenario, as data, as text, as a picture and as a Chrome trace."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_fourmin.files import write_whole
+from lightning_fourmin.simulate.best_settings import Best, best_settings, bottleneck
+from lightning_fourmin.simulate.layer_profile import Profile
+from lightning_fourmin.simulate.scenario import Prediction, Scenario, Training, scaling_curve, techniques, train
+from lightning_fourmin.simulate.step import Span
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What `fourmin plan` answers."""
+
+    scenario: Scenario
+    prediction: Prediction
+    training: Training
+    best: Best
+    curves: dict[str, list[Prediction]]
+    """1, 2, 4 ... ranks: with all techniques, without each, with none."""
+    bottleneck: str
+
+    @classmethod
+    def of(cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int) -> "Outlook":
+        variants = techniques(scenario, fp32_profile)
+        return cls(
+            scenario,
+            scenario.prediction,
+            train(scenario, epochs, num_samples),
+            best_settings(scenario),
+            {name: scaling_curve(variant, most_ranks) for name, variant in variants.items()},
+            bottleneck(scenario),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        plan, profile = self.scenario.plan, self.scenario.profile
+        return {
+            "format": 1,
+            "cluster": self.scenario.cluster.name,
+            "topology": str(plan.topology),
+            "batch_size": profile.batch_size,
+            "layer_times": profile.source,
+            "fusion_mb": self.scenario.used_fusion_mb,
+            "wire_dtype": str(self.scenario.wire_dtype).removeprefix("torch."),
+            "algorithm": self.scenario.algorithm,
+            "table": plan.table.summary(),
+            "prediction": asdict(self.prediction),
+            "training": asdict(self.training),
+            "best": asdict(self.best),
+            "curves": {name: [asdict(point) for point in curve] for name, curve in self.curves.items()},
+            "bottleneck": self.bottleneck,
+        }
+
+    def __str__(self) -> str:
+        now, plan, best = self.prediction, self.scenario.plan, self.best
+        hours, num_steps = self.training.hours, self.training.num_steps
+        wire = str(self.scenario.wire_dtype).removeprefix("torch.")
+        lines = [
+            f"{self.scenario.cluster.name}: {plan.topology}; batch {self.scenario.profile.batch_size} a rank",
+            f"layer times   {self.scenario.profile.source}",
+            f"all-reduce    buckets: {now.num_buckets}; {wire} wire, {plan.table.summary()} ({plan.table.source})",
+            f"step          {now.step_ms:.1f} ms = compute {now.compute_ms:.1f} + exposed {now.exposed_ms:.1f} "
+            f"(communication {now.comm_ms:.1f})",
+            f"T = S * N * e {now.T:,.0f} = {now.S:,.1f} * {now.N} * {now.e:.3f} samples/s",
+            f"{self.training.epochs} epochs     {num_steps:,} steps, "
+            + (f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"),
+            f"best          {best.algorithm}, fusion_mb={best.fusion_mb:g}, pieces of {best.chunk_mb:g} MiB (by "
+            f"table): {best.step_ms:.1f} ms; the paper's hybrid "
+            f"with switch_mb={best.switch_mb:g}: {best.switch_step_ms:.1f} ms",
+            "by algorithm  " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.by_algorithm.items()),
+            "",
+            "   ranks" + "".join(f"{name:>16}" for name in self.curves) + "   (efficiency)",
+        ]
+        for points in zip(*self.curves.values(), strict=True):
+            lines.append(f"{points[0].N:8,d}" + "".join(f"{point.e:16.3f}" for point in points))
+        return "\n".join([*lines, "", self.bottleneck])
+
+    def write(self, folder: Path) -> None:
+        """plan.json, trace.json (opens in Perfetto) and plan.svg, each complete or not at all."""
+        from lightning_fourmin.simulate.picture import draw
+
+        write_whole(folder / "plan.json", json.dumps(self.as_dict(), indent=1) + "\n")
+        events = chrome_events(self.scenario.step.spans)
+        write_whole(folder / "trace.json", json.dumps({"traceEvents": events}))
+        write_whole(folder / "plan.svg", draw(self.scenario, self.curves))
+
+
+def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
+    """Events as those of a measured trace, for the one rank that stands for all."""
+    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "every rank (predicted)"}}
+    ]
+    for lane, number in lanes.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}})
+    for span in spans:
+        event = {"ph": "X", "name": span.name, "pid": 0, "tid": lanes[span.lane], "args": span.details}
+        events.append({**event, "ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s)})
+    return events

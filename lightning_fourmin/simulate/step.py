@@ -1,0 +1,145 @@
+"""Simulates a training step of one rank on the plan and the table that the strategy uses.
+
+    compute    [ forward ][ backward              ][ wait ][ update ]
+    inside         reduce |0 |1 |  |2 |                  broadcasts give way to reduces: |0 |1|..|2 |
+    between               scatter |0   |1   |2    |      in the order of the pieces
+
+A bucket is ready with its last gradient and after the bucket before it. Its pieces pass the stages of their algorithm
+as in the engine; a link carries one phase at a time. All ranks do the same at the same time, so one stands for all.
+The order on each link is fixed, so with the same algorithms a faster link never makes a step slower (unless cores
+serve both communication and compute).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+from lightning_fourmin.allreduce.buckets import Bucket, FusionPlan
+from lightning_fourmin.allreduce.cost import Link, Links, PhaseCost, phase_costs
+from lightning_fourmin.allreduce.table import AllReduceTable
+from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.simulate.layer_profile import Profile
+from lightning_fourmin.simulate.resources import Cores, Gaps, Wire
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes over which links, and how."""
+
+    fusion: FusionPlan
+    table: AllReduceTable
+    topology: Topology
+    links: Links
+    wire_itemsize: int | None = None
+    """Bytes of a number on the wire; None: those of the gradients."""
+    host: Link | None = None
+    """What a piece costs the cores that compute (ranks on CPU); spread over the time that it is between groups."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time, in a lane of the trace."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    details: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step: from the start of forward to the start of the next one."""
+
+    step_s: float
+    compute_s: float
+    comm_s: float
+    """Time in which at least one bucket was under way."""
+    spans: tuple[Span, ...]
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication adds to the step."""
+        return self.step_s - self.compute_s
+
+
+@dataclass
+class _Piece:
+    bucket: int
+    algorithm: str
+    num_bytes: int
+    ready_s: float
+    done_s: float
+    """So far."""
+
+
+def simulate(profile: Profile, plan: Plan) -> Step:
+    """One step without noise."""
+    cores = Cores()
+    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, cores)
+    ended_s = cores.reach(profile.forward_s + profile.backward_s)
+    done_s = max([ended_s, *(piece.done_s for piece in pieces)])
+    step_s = done_s + profile.update_s
+    main = (
+        Span("main", "forward", 0.0, profile.forward_s),
+        Span("main", "backward", profile.forward_s, ended_s),
+        Span("main", "optimizer step", done_s, step_s),
+    )
+    comm_s = _union_s([(piece.ready_s, piece.done_s) for piece in pieces])
+    return Step(step_s, profile.compute_s, comm_s, (*main, *spans))
+
+
+def _communicate(profile: Profile, plan: Plan, cores: Cores) -> tuple[list[_Piece], list[Span]]:
+    """All pieces, carried, and what the links did."""
+    done_after_s = {gradient.name: profile.forward_s + gradient.ready_s for gradient in profile.gradients}
+    # Groups that reach over nodes reduce and broadcast on the link between nodes, too.
+    one_link = plan.topology.groups_span_nodes
+    inside, between = Wire(), Wire()
+    pieces: list[_Piece] = []
+    spans: list[Span] = []
+    late: list[tuple[_Piece, PhaseCost]] = []
+
+    def carry(piece: _Piece, phase: PhaseCost, link: Wire | Gaps) -> None:
+        start_s, piece.done_s = link.carry(piece.done_s, phase.total_s)
+        details = {"algorithm": piece.algorithm, "bytes": piece.num_bytes}
+        spans.append(Span(phase.stage, f"bucket {piece.bucket}", start_s, piece.done_s, details))
+        if phase.stage == "scatter" and plan.host is not None:
+            host_s = plan.host.latency_s + piece.num_bytes * plan.host.s_per_byte
+            cores.serve(start_s, piece.done_s, host_s)
+
+    costs = cache(partial(phase_costs, topology=plan.topology, links=plan.links))
+    for index, bucket in enumerate(plan.fusion.buckets):
+        ready_s = cores.reach(max(done_after_s[name] for name in bucket.names))
+        for algorithm, num_bytes in _cut(bucket, plan):
+            piece = _Piece(index, algorithm, num_bytes, ready_s, ready_s)
+            pieces.append(piece)
+            for phase in costs(algorithm, num_bytes):
+                if phase.stage == "broadcast" and not one_link:
+                    late.append((piece, phase))
+                else:
+                    carry(piece, phase, inside if phase.stage == "reduce" and not one_link else between)
+    gaps = Gaps(inside)
+    for piece, phase in late:
+        carry(piece, phase, gaps)
+    return pieces, spans
+
+
+def _cut(bucket: Bucket, plan: Plan) -> list[tuple[str, int]]:
+    """Algorithm and bytes of each piece of a bucket, as the engine sends it."""
+    itemsize = plan.wire_itemsize or bucket.dtype.itemsize
+    numel = bucket.num_bytes // bucket.dtype.itemsize
+    algorithm = plan.table.choose(numel * itemsize)
+    num_pieces = plan.table.num_pieces(algorithm, numel * itemsize)
+    smaller, num_larger = divmod(numel, num_pieces)
+    sizes = [(smaller + (number < num_larger)) * itemsize for number in range(num_pieces)]
+    return [(algorithm, num_bytes) for num_bytes in sizes if num_bytes]
+
+
+def _union_s(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of what intervals cover together; they begin in order."""
+    total_s, covered_s = 0.0, 0.0
+    for start_s, end_s in intervals:
+        if end_s > covered_s:
+            total_s += end_s - max(start_s, covered_s)
+            covered_s = end_s
+    return total_s

@@ -1,0 +1,156 @@
+"""`fourmin tune` as users type it: table, picture and cuts, a sentence at the end, and what each mistake is told."""
+
+import contextlib
+import io
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+from lightning_fourmin import FourMinStrategy
+from lightning_fourmin.allreduce.table_csv import read_table
+from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.cli import main
+from lightning_fourmin.cli.tune import TuneOptions, tune
+from lightning_fourmin.models import build_model
+from tests.support.pool import RankPool
+from tests.support.ranks import current_case
+from tests.support.training import Regression, data, rank_trainer
+
+NETS: dict[str, dict[str, Any]] = {
+    "model": {"model": "resnet_small", "num_classes": 2, "image_size": 8},
+    "module": {
+        "module": "lightning_fourmin.models:build_model",
+        "module_options": {"name": "resnet_small", "num_classes": 2},
+        "input_shape": [3, 8, 8],
+    },
+}
+
+
+def tune_and_fit(path: Path, net: dict[str, Any]) -> tuple[str, str]:
+    """What the tuner printed, and how the next start cuts its buckets."""
+    options = TuneOptions(budget_s=1.0, largest_mb=0.1, out=str(path), batch_size=2, **net)
+    options.check()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        tune(options, current_case().node_rank, torch.device("cpu"))
+    strategy = FourMinStrategy(table=path)
+    trainer = rank_trainer(strategy, max_steps=1)
+    trainer.fit(Regression(build_model("resnet_small", 2)), data(3, 8, 8))
+    return printed.getvalue(), str(strategy.fusion_plan).splitlines()[0]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_net_is_cut_and_the_next_start_uses_it(ranks: RankPool, tmp_path: Path, net: str) -> None:
+    (printed, first), (silent, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", NETS[net], nodes=[2, 1])
+    assert silent == ""
+    assert first == second
+    assert first.endswith("buckets, fusion measured cuts")
+    (cuts,) = tmp_path.glob("table.*.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["table.csv", "table.svg", cuts.name])
+    lines = printed.splitlines()
+    assert "all-reduce table for nodes1x2+1x1_groups1x2+1x1 on gloo (measured, n=" in printed
+    assert any(line.startswith("links: inside ") and "off by" in line for line in lines)
+    assert f"table: {tmp_path / 'table.csv'}, picture: {tmp_path / 'table.svg'}" in lines
+    start, *others = (i for i, line in enumerate(lines) if re.match("steps, .*:", line))
+    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  ddp", lines[start + 1])
+    tried = [re.split(r" ms  n=\d+  ", line) for line in lines[(others or [start + 1])[-1] + 1 : -2]]
+    _, fastest = min((float(ms), how) for ms, how in tried)
+    assert lines[-2] == f"fastest: {fastest}: {cuts}"
+    assert lines[-1].startswith("Will it help you? ")
+    assert "ms a step with ddp" in lines[-1]
+
+
+def fourmin(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(sys, "argv", ["fourmin", "tune", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_local_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = fourmin(monkeypatch, "accelerator=cpu", "budget_s=1", "largest_mb=0.01", "out=new/table.csv")
+    output, errors = capfd.readouterr()
+    assert code == 0, errors
+    read_table(tmp_path / "new" / "table.csv", Topology.build([0, 0]), "gloo", any_groups=True)
+    assert (tmp_path / "new" / "table.svg").read_text().startswith("<?xml")
+    assert "measuring all-reduce" in output
+    assert output.strip().splitlines()[-1].startswith("Will it help you? ")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("devices=0", "devices=0 must be above 0"),
+        ("budget_s=-1", "budget_s=-1.0 must be above 0"),
+        ("wire_dtype=fp8", "wire_dtype=fp8 is not known: choose one of null, fp32, fp16, bf16"),
+        ("model=resnet51", "model=resnet51 is not known: did you mean resnet50?"),
+        ("module=test_plan:Gone", "module=test_plan:Gone cannot be imported (module 'test_plan' has"),
+        ("module=test_plan:Tiny", "input_shape is not given: module needs the shape of one sample"),
+        ("module=test_plan:Tiny input_shape=[5]", "Tiny cannot be trained with an input of [5] (mat1 and mat2"),
+        (
+            "module=test_plan:Tiny input_shape=[-1]",
+            "Tiny cannot be trained with an input of [-1] (Trying to create",
+        ),
+        ("model=resnet_small input_shape=[0]", "ResNet cannot be trained with an input of [0] (Expected 3D"),
+        ("model=resnet_small model.compile=true", "model.compile is for training: of a model only its name and"),
+        ("model=resnet_small model.model=resnet51", "model='resnet51' is not known: did you mean 'resnet50'?"),
+        (
+            "model=alexnet_bn_small +model.model_options.depth=3",
+            "model=alexnet_bn_small cannot be made with model.model_options (alexnet_bn_small() got an unexpected",
+        ),
+        ("module=test_plan:Tiny model=resnet50", "model=resnet50 and module=test_plan:Tiny: give one of them"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert fourmin(monkeypatch, *arguments.split()) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"fourmin tune: {message}")
+    assert errors.count("\n") == 1
+
+
+def test_options_of_the_model_are_those_of_the_net() -> None:
+    options = TuneOptions(model="alexnet_bn_small", num_classes=2, image_size=16, model_options={"bn5": False})
+    options.check()
+    net = options.build_net()
+    assert net is not None
+    assert "bn5" not in dict(net.named_children())
+    assert options.sample_shape(net) == [3, 16, 16]
+    for other, side in (
+        (replace(options, model_options={"image_size": 24}), 24),
+        (replace(options, image_size=None), 32),
+    ):
+        other.check()
+        net = other.build_net()
+        assert net is not None
+        assert other.sample_shape(net) == [3, side, side]
+
+
+def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_fourmin.cli.tune import _started
+
+    def started(**variables: Any) -> tuple[int, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, str(value))
+            return _started(TuneOptions(devices=3))
+
+    assert started() == (3, 1)
+    assert started(TORCHELASTIC_RUN_ID=1, RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4) == (4, 2)
+    slurm = {"SLURM_NTASKS": 6, "SLURM_JOB_NAME": "train", "SLURM_NNODES": 3, "SLURM_PROCID": 0}
+    assert started(**slurm) == (3, 1), "in a batch script"
+    assert started(**slurm, SLURM_STEP_ID=0) == (2, 3)
