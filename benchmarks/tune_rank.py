@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.broadcast_object import agreed
 from lightning_fourmin.allreduce.cuts import cuts_path, read_cuts
-from lightning_fourmin.allreduce.table import readable
 from lightning_fourmin.cli.tune import TIMEOUT, TuneOptions, tune
+from lightning_fourmin.text import readable_size
 from models import NETS
 from step_rank import VARIANTS, fit_once
 
@@ -71,7 +71,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         groups = f", groups of {table.group_size}" if table.group_size else ""
         buckets = f"{len(cuts.bucket_bytes)} buckets, {cuts.algorithm or table.summary()}"
-        chosen = f"{buckets}{groups}, chunks of {readable(table.chunk_bytes)}"
+        chosen = f"{buckets}{groups}, chunks of {readable_size(table.chunk_bytes)}"
         print("RESULT", json.dumps({"times_ms": times, "chosen": chosen, "told": told[-1], "fit": table.fit}))
 
 

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes, results
 from lightning_fourmin.allreduce.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
 from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
-from lightning_fourmin.allreduce.table import SIZES, AllReduceTable, default_fusion_mb, readable
+from lightning_fourmin.allreduce.table import SIZES, AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.models import build_model
 from lightning_fourmin.report import svg
@@ -27,6 +27,7 @@ from lightning_fourmin.report.svg import FAINT, INK, MUTED, SETTINGS, to_svg
 from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.roofline import peak_profile
 from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques
+from lightning_fourmin.text import readable_size
 from pictures_of_recipe import large_batch, masters, rates, trust
 
 if TYPE_CHECKING:
@@ -150,10 +151,10 @@ def allreduce() -> tuple[Figure, str]:
             axes.plot(*zip(*chosen, strict=True), "o", ms=6, mew=0, color=COLORS[algorithm]) if chosen else None
         for size, below, above in table.switch_points():
             axes.axvline(size, color=MUTED, linestyle=":", linewidth=1)
-            text = f"{readable(size)}: {below} to {above} "
+            text = f"{readable_size(size)}: {below} to {above} "
             axes.annotate(text, (size, 0.98), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=9)
         log_axes(axes, x_base=2, y_base=10)
-        axes.set_xticks(SIZES[::3], [readable(size) for size in SIZES[::3]])
+        axes.set_xticks(SIZES[::3], [readable_size(size) for size in SIZES[::3]])
         axes.set_xlabel("bytes on the wire")
         axes.set_title(f"{topology.num_nodes} nodes x {topology.largest_group} ranks, {backend}: ms")
     figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)

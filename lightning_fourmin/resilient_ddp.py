@@ -13,8 +13,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import override
 
-from lightning_fourmin.allreduce.ready_pipes import LostRankError
-from lightning_fourmin.faults.checkpoint_io import AtomicCheckpointIO, CheckpointError, refuse_foreign
+from lightning_fourmin.errors import CheckpointError, LostRankError
+from lightning_fourmin.faults.checkpoint_io import AtomicCheckpointIO, refuse_foreign
 from lightning_fourmin.faults.launcher import PatientLauncher
 from lightning_fourmin.faults.missing_ranks import RollCall
 from lightning_fourmin.faults.restart_store import shares_agents_store, store_of_attempt

@@ -29,12 +29,12 @@ from lightning_fourmin.allreduce.buckets import (
 from lightning_fourmin.allreduce.engine import Engine, all_reduce_hook
 from lightning_fourmin.allreduce.meter import Meter
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
-from lightning_fourmin.allreduce.ready_pipes import LostRankError
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.table_selection import choose_cuts, choose_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.allreduce.trace import Trace
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
+from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.options import WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision.plugin import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy

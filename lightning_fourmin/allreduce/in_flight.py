@@ -11,7 +11,7 @@ from lightning_fourmin.allreduce.collectives import Transfer
 from lightning_fourmin.allreduce.meter import BucketTimes
 from lightning_fourmin.allreduce.shared_memory import Slot
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.faults.stall_watch import listed
+from lightning_fourmin.text import rank_list
 
 
 class BucketUnderWay:
@@ -64,4 +64,4 @@ class Piece:
         text = f"bucket {self.bucket.index}, phase {self.phase} of the {algorithm} all-reduce"
         if self.phase == "finish":
             return text
-        return f"{text} among {listed(phase_ranks(algorithm, self.phase, topology, rank))}"
+        return f"{text} among {rank_list(phase_ranks(algorithm, self.phase, topology, rank))}"

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_fourmin.allreduce.members import Members
+from lightning_fourmin.errors import LostRankError
 
 _NUMBER = struct.Struct("=q")
 LONGEST_POLL_MS = 2**31 - 1
-
-
-class LostRankError(RuntimeError):
-    """The process of another rank ended, or stopped training."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from lightning_fourmin.allreduce.algorithms import IN_PIECES, usable_algorithms
 from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
 from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Links, all_reduce_s, phase_costs
 from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.text import readable_size
 
 
 def sizes_up_to(largest_bytes: int) -> list[int]:
@@ -174,7 +175,7 @@ class AllReduceTable:
         points = self.switch_points()
         if not points:
             return self.choose(self.rows[0].num_bytes)
-        parts = [f"{below} up to {readable(size - 1)}" for size, below, _ in points]
+        parts = [f"{below} up to {readable_size(at - 1)}" for at, below, _ in points]
         return ", ".join([*parts, f"{points[-1][2]} above"])
 
     def __str__(self) -> str:
@@ -221,9 +222,3 @@ def _chunk_bytes(rows: Sequence[Row], topology: Topology, links: Links) -> int:
         return across.latency_s <= LATENCY_SHARE * across.transfer_s
 
     return next((row.num_bytes for row in rows if row.num_bytes >= CHUNK_BYTES and pays(row)), rows[-1].num_bytes)
-
-
-def readable(num_bytes: int) -> str:
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    return f"{num_bytes / 1024:.4g} KiB" if num_bytes < 1024 * 1024 else f"{num_bytes / 1024 / 1024:.4g} MiB"

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.models import build_model
-from lightning_fourmin.simulate.errors import UNFIT, PlanError
+from lightning_fourmin.simulate.roofline import UNFIT
 
 
 def named_model(name: str, num_classes: int, model_options: dict[str, Any] | None) -> nn.Module:

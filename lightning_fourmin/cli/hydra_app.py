@@ -14,9 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_fourmin.cli.mistakes import explain, explain_null
-from lightning_fourmin.data.sample import ShardError
-from lightning_fourmin.runs.record import RunError
-from lightning_fourmin.simulate.errors import PlanError
+from lightning_fourmin.errors import FourMinError, PlanError
 
 CONF = Path(str(import_module("lightning_fourmin.conf").__file__)).parent
 
@@ -37,7 +35,7 @@ def run(verb: str, kind: type[_Options], work: Callable[[_Options], None]) -> No
             give_up(verb, f"{missing}: not given; `fourmin {verb} --help` lists the keys")
         except OmegaConfBaseException as error:
             give_up(verb, f"{error.full_key}: {str(error.msg).splitlines()[0]}")
-        except (PlanError, RunError, ShardError) as error:
+        except FourMinError as error:
             give_up(verb, str(error))
         except OSError as error:
             _give_up_on_file(verb, error)

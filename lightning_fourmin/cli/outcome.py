@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 from lightning_fourmin.report.run_page import PAGE_NAME
-from lightning_fourmin.report.text import plural
 from lightning_fourmin.runs.record import ERROR_NAME, RunRecord, Summary
 from lightning_fourmin.runs.resume import override, saved
+from lightning_fourmin.text import plural
 
 
 def closing_lines(record: RunRecord, folder: Path) -> list[str]:

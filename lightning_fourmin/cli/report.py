@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fourmin.cli.hydra_app import run
+from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
 from lightning_fourmin.report.sweep_page import write_sweep
-from lightning_fourmin.runs.record import RunError
 from lightning_fourmin.runs.sweep import is_sweep, read_jobs
 
 

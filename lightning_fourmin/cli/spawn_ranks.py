@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, ProcessExitedException
 
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
+from lightning_fourmin.errors import RankError
 
 GRACE_S = 10.0
 """How long ranks may take to end after one has failed or Ctrl-C was pressed."""
@@ -35,15 +36,6 @@ _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS",
 )  # fmt: skip
 """What would make a Trainer believe that somebody else has started the rank."""
-
-
-class RankError(Exception):
-    """What the first rank that failed says, and where it was."""
-
-    def __init__(self, message: str, details: str) -> None:
-        super().__init__(message)
-        self.details = details
-        """The traceback, or nothing."""
 
 
 @dataclass(frozen=True)

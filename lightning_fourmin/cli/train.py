@@ -22,13 +22,14 @@ from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.cli import INTERRUPTED
 from lightning_fourmin.cli.hydra_app import give_up, run_hydra
 from lightning_fourmin.cli.outcome import closing_lines
-from lightning_fourmin.cli.spawn_ranks import RankError, message_of, run_ranks
+from lightning_fourmin.cli.spawn_ranks import message_of, run_ranks
 from lightning_fourmin.cli.train_config import num_local_ranks, settled
 from lightning_fourmin.cli.train_rank import external_rank, train
+from lightning_fourmin.errors import RankError, RunError
 from lightning_fourmin.report.run_page import write_report
 from lightning_fourmin.runs.folder import make_room
 from lightning_fourmin.runs.hardware import hardware, versions
-from lightning_fourmin.runs.record import ERROR_NAME, RUN_NAME, RunError, RunRecord, Status
+from lightning_fourmin.runs.record import ERROR_NAME, RUN_NAME, RunRecord, Status
 from lightning_fourmin.runs.requeue import is_queued_again
 from lightning_fourmin.runs.restart import overrides_of_restart, remember_run
 from lightning_fourmin.runs.resume import run_of, saved, say

@@ -16,16 +16,12 @@ from lightning_fourmin.cli.train_rank import external_rank
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.data.digits import DIGITS
 from lightning_fourmin.data.index import INDEX_NAME
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.urls import is_url
+from lightning_fourmin.errors import ConfigError, ShardError
 from lightning_fourmin.optim.schedule import GlobalBatch
 from lightning_fourmin.runs.record import Summary
 from lightning_fourmin.runs.requeue import folder_to_go_on_in
 from lightning_fourmin.runs.resume import first_whole, newest_runs_first, saved, say
-
-
-class ConfigError(ValueError):
-    """A config that makes no training, and what to change."""
 
 
 def settled(config: DictConfig, folder: Path) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from lightning_fourmin.allreduce.table_csv import cached_table_path, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape, unfit_input
 from lightning_fourmin.cli.hydra_app import give_up, run
-from lightning_fourmin.cli.spawn_ranks import RankError, run_ranks
+from lightning_fourmin.cli.spawn_ranks import run_ranks
 from lightning_fourmin.cli.train_rank import external_rank
+from lightning_fourmin.errors import RankError
 from lightning_fourmin.models import MODELS
 from lightning_fourmin.options import WIRE_DTYPES
-from lightning_fourmin.simulate.errors import UNFIT
+from lightning_fourmin.simulate.roofline import UNFIT
 from lightning_fourmin.tune.net import NetTuner
 from lightning_fourmin.tune.plot import draw
 from lightning_fourmin.tune.verdict import sentence_without_model

@@ -15,8 +15,8 @@ from lightning_fourmin.data.digits import DIGITS, digits_folder
 from lightning_fourmin.data.index import Index, read_index
 from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
 from lightning_fourmin.data.partition import Deal, Remainder
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.transforms import EvalImage, ImageTransform, TrainImage
+from lightning_fourmin.errors import ShardError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -13,7 +13,8 @@ from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.order import Line, Stretch, Stretches, cut
 from lightning_fourmin.data.partition import Ticket
 from lightning_fourmin.data.reader import stream_lane
-from lightning_fourmin.data.sample import Sample, ShardError
+from lightning_fourmin.data.sample import Sample
+from lightning_fourmin.errors import ShardError
 from lightning_fourmin.notes import add_note
 
 Transform = Callable[[Sample, np.random.Generator], Any]

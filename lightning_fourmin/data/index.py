@@ -8,8 +8,8 @@ from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import Any
 
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.urls import is_url, joined_location, open_source, refuse_pipes
+from lightning_fourmin.errors import ShardError
 from lightning_fourmin.files import write_whole
 
 INDEX_NAME = "index.json"

@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_fourmin.data.dataset import Delivery, ShardDataset
 from lightning_fourmin.data.order import Stretch, num_positions
 from lightning_fourmin.data.partition import Deal, Remainder, Ticket
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.worker_process import end_with_parent, leave_signals_to_parent
+from lightning_fourmin.errors import ShardError
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from operator import attrgetter
 
 from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.order import Line, Place, Stretches, cut, num_positions
-from lightning_fourmin.data.sample import Sample, ShardError
+from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.data.tar import TarCursor
 from lightning_fourmin.data.urls import is_url, joined_location, open_source
+from lightning_fourmin.errors import ShardError
 
 Samples = Generator[Sample | ShardError, None, None]
 

@@ -9,16 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
-class ShardError(RuntimeError):
-    """Damaged or unexpected data; the text names shard, member and offset."""
-
-    def __init__(self, text: str, *details: str) -> None:
-        """`details` get a line each."""
-        super().__init__(*map(_printable, (text, *details)))
-
-    def __str__(self) -> str:
-        return "\n  ".join(self.args)
+from lightning_fourmin.errors import ShardError
 
 
 def _printable(text: str) -> str:

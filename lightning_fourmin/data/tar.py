@@ -10,7 +10,8 @@ from typing import IO, NamedTuple, cast
 
 from webdataset.tariterators import base_plus_ext
 
-from lightning_fourmin.data.sample import Member, Sample, ShardError
+from lightning_fourmin.data.sample import Member, Sample
+from lightning_fourmin.errors import ShardError
 
 # Times in fractions of a second, which webdataset's writer adds to every member.
 _ONLY_TIMES = re.compile(rb"(\d+ [acm]time=[-\d.]+\n)+\0*")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, cast
 
-from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.errors import ShardError
 
 
 def is_url(location: str) -> bool:

@@ -16,13 +16,11 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from typing_extensions import override
 
+from lightning_fourmin.errors import CheckpointError
+
 PART = ".fourmin-part"
 _OLD_FORMAT = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 """How files begin that torch saved before 1.6."""
-
-
-class CheckpointError(Exception):
-    """A checkpoint that could not be saved or is not one; the text says which and what to do."""
 
 
 class ObjectsError(CheckpointError):

@@ -13,13 +13,14 @@ watchdog is the one that speaks.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from lightning_fourmin.faults.own_store import STORE_ANSWER_S, own_store
+from lightning_fourmin.text import rank_list
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class StallWatch:
             later = self._board.read() or posts
             missing = [rank for rank, post in others.items() if later[rank] == post and not post.left]
         if missing:
-            return f"not arrived: {listed(missing)} (slow, stopped or gone?)"
+            return f"not arrived: {rank_list(missing)} (slow, stopped or gone?)"
         told = "; ".join(f"rank {rank}: {post.what}" for rank, post in others.items())
         return f"all ranks have arrived and wait, so look at the network ({told})"
 
@@ -142,15 +143,3 @@ class _Board:
         texts = [text.decode() for text in found[0]]
         parts = ((waits.partition(" "), left) for waits, left in zip(texts[::2], texts[1::2], strict=True))
         return [_Post(int(number), what, bool(left)) for (number, _, what), left in parts]
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """Ranks with runs of neighbours drawn together: `ranks 1, 4-7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'' if runs == [[runs[0][0]] * 2] else 's'} {names}"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from lightning_fourmin.report.svg import INK, MUTED, SETTINGS, VARIABLES, to_svg
-from lightning_fourmin.report.text import plural, rounded
 from lightning_fourmin.runs.metrics import Series
+from lightning_fourmin.text import plural, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_fourmin.report.text import decimals
 from lightning_fourmin.runs.metrics import Metrics, Series
+from lightning_fourmin.text import decimals
 
 PREFIX = "trust_ratio/"
 NUM_COLUMNS = 120

@@ -7,9 +7,9 @@ import numpy as np
 
 from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart, loss_chart, top_without_outliers
 from lightning_fourmin.report.svg import ALARM, MUTED, SERIES
-from lightning_fourmin.report.text import percent, plural, rounded, whole
 from lightning_fourmin.runs.metrics import Metrics, resumed_steps
 from lightning_fourmin.runs.record import RunRecord, Summary
+from lightning_fourmin.text import percent, plural, rounded, whole
 
 BLUE, ORANGE, GREEN = SERIES[:3]
 NO_CURVE = "There is no curve: nothing was logged, as in a run of fewer steps than trainer.log_every_n_steps."

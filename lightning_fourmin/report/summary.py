@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_fourmin.report.text import percent, plural, rounded, whole
 from lightning_fourmin.runs.metrics import Metrics, resumed_steps
 from lightning_fourmin.runs.record import RunRecord, Summary
+from lightning_fourmin.text import percent, plural, rounded, whole
 
 
 @dataclass(frozen=True)

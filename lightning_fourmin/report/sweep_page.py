@@ -13,16 +13,9 @@ from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart, loss
 from lightning_fourmin.report.run_page import PAGE_NAME, write_page
 from lightning_fourmin.report.svg import FAINT, VARIABLES
 from lightning_fourmin.report.sweep_picture import sweep_picture
-from lightning_fourmin.report.text import duration, percent, plural, printable, rounded, whole
 from lightning_fourmin.runs.record import Summary
-from lightning_fourmin.runs.sweep import (
-    Job,
-    best_job,
-    differing_keys,
-    job_colors,
-    read_jobs,
-    shared_settings,
-)
+from lightning_fourmin.runs.sweep import Job, best_job, differing_keys, job_colors, read_jobs, shared_settings
+from lightning_fourmin.text import duration, percent, plural, printable, rounded, whole
 
 
 def write_sweep(folder: Path) -> Path:

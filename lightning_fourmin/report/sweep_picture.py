@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from lightning_fourmin.report.charts import Line, Scale, finish, plot_line, tick
 from lightning_fourmin.report.svg import ALARM, FAINT, MUTED, SETTINGS, to_svg
-from lightning_fourmin.report.text import percent, printable, whole
 from lightning_fourmin.runs.sweep import Job, differing_keys
+from lightning_fourmin.text import percent, printable, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ import numpy as np
 
 from lightning_fourmin.report.charts import Chart, Line, Scale, finish, small_figure
 from lightning_fourmin.report.svg import SERIES, SETTINGS, to_svg
-from lightning_fourmin.report.text import size
 from lightning_fourmin.runs.metrics import Series
 from lightning_fourmin.runs.record import TableRecord
+from lightning_fourmin.text import readable_size
 
 
 def algorithms_of(table: TableRecord) -> list[str]:
@@ -36,7 +36,7 @@ def table_chart(table: TableRecord) -> Chart | None:
         finish(axes, Scale(log_base=10))
         axes.xaxis.set_major_locator(FixedLocator(_few([row.num_bytes for row in table.rows])))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable_size(value)))
         svg = to_svg(figure, "table", "Milliseconds of each all-reduce algorithm by message size")
     return Chart("Milliseconds by size", svg, tuple(lines), ("A dot marks the choice at that size.",))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_fourmin.errors import RunError
 from lightning_fourmin.runs.folder import RESUMED, metrics_files
-from lightning_fourmin.runs.record import RunError
 
 NUM_STRETCHES = 50
 """Of a series that is shown as its trend."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_fourmin.allreduce.buckets import Bucket
 from lightning_fourmin.allreduce.table import AllReduceTable
+from lightning_fourmin.errors import RunError
 from lightning_fourmin.files import write_whole
 
 RUN_NAME = "run.json"
@@ -16,10 +17,6 @@ ERROR_NAME = "error.txt"
 FORMAT = 1
 Status = Literal["running", "done", "failed", "interrupted", "preempted"]
 """interrupted: by Ctrl-C; preempted: by SIGTERM."""
-
-
-class RunError(ValueError):
-    """A folder that holds no readable run."""
 
 
 @dataclass(frozen=True)

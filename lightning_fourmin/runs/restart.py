@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from lightning_fourmin.faults.checkpoint_io import CheckpointError
+from lightning_fourmin.errors import CheckpointError
 from lightning_fourmin.faults.restart_store import shares_agents_store, store_of_attempt
 from lightning_fourmin.runs.resume import first_whole, override, saved, say
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fourmin.callbacks.preemption import FILE_NAME as LAST_NAME
-from lightning_fourmin.faults.checkpoint_io import CheckpointError, check_checkpoint
+from lightning_fourmin.errors import CheckpointError
+from lightning_fourmin.faults.checkpoint_io import check_checkpoint
 from lightning_fourmin.runs.folder import CHECKPOINTS_NAME
 from lightning_fourmin.runs.record import RUN_NAME
 

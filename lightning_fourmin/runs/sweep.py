@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.summary import summary_so_far
 from lightning_fourmin.report.svg import FAINT, SERIES
 from lightning_fourmin.runs.metrics import Metrics, read_metrics
-from lightning_fourmin.runs.record import RUN_NAME, RunError, RunRecord, Summary
+from lightning_fourmin.runs.record import RUN_NAME, RunRecord, Summary
 
 
 @dataclass(frozen=True)

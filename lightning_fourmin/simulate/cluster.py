@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_fourmin.allreduce.cost import Link, Links
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.simulate.errors import PlanError
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.roofline import Device
 
 

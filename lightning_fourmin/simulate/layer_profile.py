@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_fourmin.simulate.errors import PlanError
+from lightning_fourmin.errors import PlanError
 
 NUM_WARMUP = 2
 

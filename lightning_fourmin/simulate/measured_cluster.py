@@ -9,8 +9,8 @@ from lightning_fourmin.allreduce.fit_links import fit_links
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.table_csv import read_table
 from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.cluster import Cluster
-from lightning_fourmin.simulate.errors import PlanError
 
 
 def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:

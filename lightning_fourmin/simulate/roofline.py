@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from lightning_fourmin.simulate.errors import UNFIT, PlanError
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Loss, Profile, batch_size_of, profile_of, record
 
+UNFIT = (AttributeError, RuntimeError, TypeError, ValueError)
+"""What modules raise that are made or called with something that they are not for."""
 UPDATE_BYTES_A_PARAMETER = 5 * 4
 """SGD with momentum in FP32 reads weight, gradient and momentum, and writes weight and momentum."""
 

@@ -12,8 +12,8 @@ from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
 from lightning_fourmin.allreduce.cost import all_reduce_s
 from lightning_fourmin.allreduce.table import SIZES, AllReduceTable, Row, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.cluster import Cluster
-from lightning_fourmin.simulate.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Profile
 from lightning_fourmin.simulate.step import Plan, Step
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with

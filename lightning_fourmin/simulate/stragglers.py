@@ -8,7 +8,7 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
-from lightning_fourmin.simulate.errors import PlanError
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Profile
 from lightning_fourmin.simulate.step import Plan, Step, simulate
 

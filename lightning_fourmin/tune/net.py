@@ -19,8 +19,8 @@ from lightning_fourmin.allreduce.merge import ReadyGradient, merge
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.report.text import plural
 from lightning_fourmin.simulate.layer_profile import Profile, measure_profile, sum_of
+from lightning_fourmin.text import plural
 from lightning_fourmin.tune.step_trial import StepTrial, ways_to_send
 from lightning_fourmin.tune.verdict import sentence_for
 

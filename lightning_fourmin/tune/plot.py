@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from lightning_fourmin.allreduce.table import AllReduceTable, readable
+from lightning_fourmin.allreduce.table import AllReduceTable
+from lightning_fourmin.text import readable_size
 
 
 def draw(table: AllReduceTable, path: Path) -> None:
@@ -23,13 +24,13 @@ def draw(table: AllReduceTable, path: Path) -> None:
         axes.axvline(size, color="grey", linestyle=":", linewidth=1)
         # Curves rise from the lower left to the upper right: the other corners are free.
         height, edge = (0.98, "top") if size * size < sizes[0] * sizes[-1] else (0.02, "bottom")
-        text = f"{readable(size)}: {below} to {above}"
+        text = f"{readable_size(size)}: {below} to {above}"
         axes.annotate(
             text, (size, height), xycoords=("data", "axes fraction"), rotation=90, va=edge, ha="right", fontsize=7
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda size, _: readable(round(size)))
+    axes.xaxis.set_major_formatter(lambda size, _: readable_size(round(size)))
     axes.set_xlabel("size of a bucket on the wire")
     axes.set_ylabel("ms, median and quartiles")
     axes.set_title(f"All-reduce of {table.topology_key} on {table.backend} ({table.source})", fontsize=10)

@@ -1,6 +1,7 @@
 """Will it help me? What a step takes with plain DDP and with fourmin, in one sentence."""
 
-from lightning_fourmin.allreduce.table import AllReduceTable, readable
+from lightning_fourmin.allreduce.table import AllReduceTable
+from lightning_fourmin.text import readable_size
 
 WORTH_SAYING = 1.05
 
@@ -25,7 +26,7 @@ def sentence_without_model(table: AllReduceTable) -> str:
     largest = table.rows[-1]
     best = table.choose(largest.num_bytes)
     gain = largest.milliseconds["ring"] / largest.milliseconds[best]
-    found = f"an all-reduce of {readable(largest.num_bytes)} takes {largest.milliseconds['ring']:.1f} ms as a ring"
+    found = f"an all-reduce of {readable_size(largest.num_bytes)} takes {largest.milliseconds['ring']:.1f} ms as a ring"
     if gain >= WORTH_SAYING:
         found += f" and {largest.milliseconds[best]:.1f} ms as {best}, {gain:.2f}x"
     else:

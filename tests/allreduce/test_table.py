@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
-from lightning_fourmin.allreduce.table import (
-    SIZES,
-    SWITCH_GAIN,
-    AllReduceTable,
-    Row,
-    default_fusion_mb,
-)
+from lightning_fourmin.allreduce.table import SIZES, SWITCH_GAIN, AllReduceTable, Row, default_fusion_mb
 from lightning_fourmin.allreduce.table_csv import cached_table_path, read_table, write_table
 from lightning_fourmin.allreduce.topology import Topology
 

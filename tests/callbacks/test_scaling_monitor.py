@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fourmin import FourMinStrategy, ScalingMonitor
 from lightning_fourmin.allreduce.meter import BucketTimes, Meter, TakenTimes
-from lightning_fourmin.allreduce.ready_pipes import LostRankError
 from lightning_fourmin.callbacks.scaling_monitor import ScalingSummary, _Step, summarize
+from lightning_fourmin.errors import LostRankError
 from tests.strategy.test_ddp_features import TwoOptimizers
 from tests.support.parity import Net, images
 from tests.support.pool import RankPool

@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from lightning_fourmin.cli import spawn_ranks as launch
-from lightning_fourmin.cli.spawn_ranks import RankError, message_of, run_ranks
+from lightning_fourmin.cli.spawn_ranks import message_of, run_ranks
 from lightning_fourmin.cli.train_rank import external_rank
+from lightning_fourmin.errors import RankError
 
 
 def write_environment_then_die(config: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.index import Index, Split, read_index
 from lightning_fourmin.data.loader import EvalLoader, TrainLoader
 from lightning_fourmin.data.partition import Deal
-from lightning_fourmin.data.sample import Sample, ShardError
+from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.data.transforms import EvalImage
+from lightning_fourmin.errors import ShardError
 from tests.support.shards import jpeg, number_of, write_numbers, write_shard
 
 IMAGE = EvalImage(size=8, resize=8, num_classes=5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.errors import ShardError
 from tests.support.counting import Counting, SaveAt, numbers_module
 from tests.support.pool import RankPool
 from tests.support.shards import write_numbers

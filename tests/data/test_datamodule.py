@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_fourmin import FourMinPrecision, ShardDataModule
 from lightning_fourmin.data.digits import digits_folder
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.transforms import EvalImage
+from lightning_fourmin.errors import ShardError
 from tests.support.counting import Counting, SaveAt, numbers_module
 from tests.support.shards import write_numbers
 

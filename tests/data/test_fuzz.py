@@ -22,8 +22,8 @@ from lightning_fourmin.data.index import Index, Shard, Split, read_index
 from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
 from lightning_fourmin.data.pack.check_shard import CheckTask, check_shard
 from lightning_fourmin.data.partition import Deal
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.transforms import EvalImage, TrainImage
+from lightning_fourmin.errors import ShardError
 from tests.support.shards import jpeg
 
 FUZZ = settings(

@@ -20,7 +20,8 @@ from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.loader import EvalLoader, TrainLoader
 from lightning_fourmin.data.order import Stretch
 from lightning_fourmin.data.partition import Deal
-from lightning_fourmin.data.sample import Sample, ShardError
+from lightning_fourmin.data.sample import Sample
+from lightning_fourmin.errors import ShardError
 from tests.support.shards import number_of, write_numbers
 
 SHARD_SIZES = (7, 0, 12, 1, 5, 9)

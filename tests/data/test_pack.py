@@ -23,7 +23,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from lightning_fourmin.data.index import read_index
 from lightning_fourmin.data.pack import pack as pack_file
 from lightning_fourmin.data.pack.pack import PackOptions, pack
-from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.errors import ShardError
 from tests.faults.test_launchers import running
 from tests.support.shards import jpeg, write_numbers
 

@@ -10,8 +10,8 @@ import pytest
 from webdataset.tariterators import group_by_keys, tar_file_expander
 from webdataset.writer import TarWriter
 
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.tar import TarCursor
+from lightning_fourmin.errors import ShardError
 
 KEYS = ("a", "b/c", "\u00e9", "folder.with.dots/d", "long/" * 30 + "e", "f" * 120, "g")
 

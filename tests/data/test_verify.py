@@ -21,7 +21,7 @@ from lightning_fourmin.data.index import Index, Shard, Split, read_index
 from lightning_fourmin.data.loader import EvalLoader
 from lightning_fourmin.data.pack.verify import Report, VerifyOptions, verify
 from lightning_fourmin.data.partition import Deal
-from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.errors import ShardError
 from tests.support.shards import jpeg, number_of, write_numbers, write_shard
 
 NUM_SAMPLES = 6

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fourmin.faults.checkpoint_io import PART, AtomicCheckpointIO, CheckpointError
+from lightning_fourmin.errors import CheckpointError
+from lightning_fourmin.faults.checkpoint_io import PART, AtomicCheckpointIO
 from lightning_fourmin.runs.resume import first_whole
 from tests.faults.test_checkpoints import KILLED_WRITER, STATE, first_value
 

@@ -24,7 +24,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_fourmin import LARS, FourMinPrecision, FourMinStrategy, PreemptionCheckpoint, ScalingMonitor
-from lightning_fourmin.faults.checkpoint_io import PART, AtomicCheckpointIO, CheckpointError
+from lightning_fourmin.errors import CheckpointError
+from lightning_fourmin.faults.checkpoint_io import PART, AtomicCheckpointIO
 from tests.support.counting import Counting, numbers_module
 from tests.support.half_training import trainer
 from tests.support.pool import RankPool

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from lightning_fourmin.allreduce.algorithms import phase_ranks
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.faults.stall_watch import Wait, listed
+from lightning_fourmin.faults.stall_watch import Wait
+from lightning_fourmin.text import rank_list
 from tests.allreduce.test_engine import engine
 from tests.allreduce.test_engine_errors import wait_for_threads
 from tests.support.pool import RankPool
@@ -206,9 +207,9 @@ def test_without_the_store_the_neighbour_is_named(ranks: RankPool) -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert listed([3]) == "rank 3"
-    assert listed([0, 1]) == "ranks 0-1"
-    assert listed([0, 2, 3, 4, 9]) == "ranks 0, 2-4, 9"
+    assert rank_list([3]) == "rank 3"
+    assert rank_list([0, 1]) == "ranks 0-1"
+    assert rank_list([0, 2, 3, 4, 9]) == "ranks 0, 2-4, 9"
 
 
 def test_ranks_of_a_phase() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
 from lightning_fourmin.report.summary import summary_so_far
 from lightning_fourmin.runs.folder import make_room, metrics_files
@@ -14,7 +15,6 @@ from lightning_fourmin.runs.record import (
     BucketRecord,
     Hardware,
     ModelSize,
-    RunError,
     RunRecord,
     Summary,
     TableRecord,

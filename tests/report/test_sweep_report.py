@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
 from lightning_fourmin.report.sweep_page import write_sweep
-from lightning_fourmin.runs.record import RunError, RunRecord, Summary
+from lightning_fourmin.runs.record import RunRecord, Summary
 from tests.support.pages import Page
 from tests.support.runs import RUN, write_run
 

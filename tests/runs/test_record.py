@@ -12,7 +12,8 @@ import torch
 from lightning_fourmin.allreduce.buckets import Bucket
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.runs.record import BucketRecord, RunError, RunRecord, Summary, TableRecord
+from lightning_fourmin.errors import RunError
+from lightning_fourmin.runs.record import BucketRecord, RunRecord, Summary, TableRecord
 from tests.support.runs import RUN
 
 

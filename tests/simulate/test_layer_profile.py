@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fourmin.allreduce.buckets import FusionPlan
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.models import build_model
-from lightning_fourmin.simulate.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Profile, measure_profile
 from lightning_fourmin.simulate.roofline import UPDATE_BYTES_A_PARAMETER, Device, peak_profile
 

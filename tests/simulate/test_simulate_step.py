@@ -12,7 +12,7 @@ from lightning_fourmin.allreduce.buckets import Bucket, FusionPlan
 from lightning_fourmin.allreduce.cost import Link, Links, all_reduce_s, phase_costs
 from lightning_fourmin.allreduce.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.simulate.errors import PlanError
+from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Gradient, Profile
 from lightning_fourmin.simulate.step import Plan, Span, Step, simulate
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with

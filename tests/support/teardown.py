@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.algorithms import STAGES
 from lightning_fourmin.allreduce.engine import Engine
-from lightning_fourmin.allreduce.ready_pipes import LostRankError
+from lightning_fourmin.errors import LostRankError
 from tests.allreduce.test_engine import engine
 from tests.allreduce.test_engine_errors import wait_for_threads
 from tests.support.parity import Net, images

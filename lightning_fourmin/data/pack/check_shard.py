@@ -9,9 +9,10 @@ from typing import IO, cast
 from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded
 from lightning_fourmin.data.index import ImageSizes, Shard
 from lightning_fourmin.data.pack.process_pool import count_one
-from lightning_fourmin.data.sample import Sample, ShardError
+from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.data.tar import TarCursor
 from lightning_fourmin.data.urls import open_source
+from lightning_fourmin.errors import ShardError
 
 PIECE_BYTES = 1 << 20
 MAX_CLASSES = 1_000_000

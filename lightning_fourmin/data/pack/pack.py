@@ -17,7 +17,7 @@ from lightning_fourmin.data.order import permutation
 from lightning_fourmin.data.pack.process_pool import count_one, run_tasks
 from lightning_fourmin.data.pack.progress import Journal, Written
 from lightning_fourmin.data.pack.write_shard import write_shard
-from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.errors import ShardError
 
 log = logging.getLogger(__name__)
 

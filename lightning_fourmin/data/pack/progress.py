@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_fourmin.data.index import ImageSizes, Shard, parse_sizes
-from lightning_fourmin.data.sample import ShardError
+from lightning_fourmin.errors import ShardError
 from lightning_fourmin.files import write_whole
 
 

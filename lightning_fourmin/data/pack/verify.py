@@ -11,8 +11,8 @@ from webdataset.shardlists import expand_urls
 from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
 from lightning_fourmin.data.pack.check_shard import Checked, CheckTask, check_shard
 from lightning_fourmin.data.pack.process_pool import run_tasks
-from lightning_fourmin.data.sample import ShardError
 from lightning_fourmin.data.urls import is_url, joined_location, refuse_pipes
+from lightning_fourmin.errors import ShardError
 
 # The split and the number in a shard's name: train-000012.tar, imagenet_val_3.tar, 00004.tar.
 _NAME = re.compile(r"([^/\s]*?)[-_]?(\d+)\.tar")

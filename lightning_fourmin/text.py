@@ -1,10 +1,12 @@
-"""Numbers and texts as a page shows them."""
+"""Numbers, sizes, ranks and texts as people read them: in messages, tables and pages."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+
+import torch
 
 _TERMINAL_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -35,12 +37,32 @@ def decimals(number: float, num_digits: int) -> int:
     return max(0, num_digits - 1 - math.floor(math.log10(abs(number) or 1.0)))
 
 
-def size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.{0 if num_bytes >= 100 or unit == 'B' else 1}f} {unit}"
+def readable_size(num_bytes: float) -> str:
+    """Bytes with four digits that count: `256 B`, `2 MiB`, `1.465 MiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB"):
         num_bytes /= 1024
-    return f"{num_bytes:,.1f} GiB"
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+    return f"{num_bytes / 1024:.4g} GiB"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Ranks with runs of neighbours drawn together: `ranks 1, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'' if runs == [[runs[0][0]] * 2] else 's'} {names}"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,42 @@
+"""The errors that this package raises on purpose: each text says what happened, where, and what to do about it.
+
+The command line prints a `FourMinError` as one sentence, without a traceback. Wrong arguments of a constructor are
+plain `ValueError`s, as everywhere in Python.
+"""
+
+
+class FourMinError(Exception):
+    """What all errors below have in common."""
+
+
+class LostRankError(FourMinError, RuntimeError):
+    """The process of another rank ended, or stopped training."""
+
+
+class CheckpointError(FourMinError):
+    """A checkpoint that could not be saved, or a file that is no whole checkpoint."""
+
+
+class ShardError(FourMinError, RuntimeError):
+    """A shard, an index or a sample that is missing, damaged or not what it should be."""
+
+
+class ConfigError(FourMinError, ValueError):
+    """A configuration that makes no training, and what to change."""
+
+
+class PlanError(FourMinError):
+    """Settings of a prediction that make no sense, with the field that they stand in."""
+
+
+class RunError(FourMinError, ValueError):
+    """A folder that holds no readable run."""
+
+
+class RankError(FourMinError):
+    """What the first rank that failed says, and where it was."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+        """The traceback, or nothing."""
