@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes, results
-from lightning_fourmin.allreduce.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS, STAGES
 from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
 from lightning_fourmin.allreduce.table import SIZES, AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
@@ -102,7 +102,7 @@ def _draw_phase(axes: "Axes", algorithm: str, stage: str, topology: Topology) ->
 
     for rank in range(topology.world_size):
         x, y = place(rank)
-        met = phase_ranks(algorithm, stage, topology, rank)
+        met = ALGORITHMS[algorithm].peers(stage, topology, rank)
         busy = rank in met and (algorithm != "ring" or stage == "scatter")
         if busy:
             to_x, to_y = place(met[(met.index(rank) + 1) % len(met)])
@@ -123,7 +123,7 @@ def steps() -> tuple[Figure, str]:
     worlds = [2**n for n in range(4, 13)]
     nodes = {world: Topology.build([rank // 8 for rank in range(world)]) for world in worlds}
     for algorithm in ALGORITHMS:
-        counts = [num_steps(algorithm, nodes[world]) for world in worlds]
+        counts = [ALGORITHMS[algorithm].num_steps(nodes[world]) for world in worlds]
         axes.plot(worlds, counts, marker="o", ms=4, color=COLORS[algorithm])
         text, up = f"{algorithm}, {counts[-1]:,}", {"hierarchical": 6, "torus": -6}.get(algorithm, 0)
         axes.annotate(text, (worlds[-1], counts[-1]), (8, up), textcoords="offset points", va="center")

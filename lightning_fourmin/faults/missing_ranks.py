@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_fourmin.allreduce.broadcast_object import gathered
+from lightning_fourmin.allreduce.process_groups import gather_objects as gathered
 from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.faults.own_store import own_store
 

@@ -20,8 +20,7 @@ from torch import nn
 
 import lightning_fourmin.tested_versions
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.allreduce.table import AllReduceTable
-from lightning_fourmin.allreduce.table_csv import write_table
+from lightning_fourmin.allreduce.table import AllReduceTable, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from tests.support.pool import RankPool
 from tests.support.ranks import PoolEnvironment
