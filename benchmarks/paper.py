@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 from lightning_fourmin.allreduce.algorithms import algorithm_of
 from lightning_fourmin.allreduce.buckets import Bucket, FusionPlan
 from lightning_fourmin.allreduce.cost import Link
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.models import build_model
 from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.layer_profile import Profile
 from lightning_fourmin.simulate.roofline import peak_profile
 from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques
-from lightning_fourmin.simulate.step import Plan, Step, simulate
+from lightning_fourmin.simulate.step import Step, Wires, simulate
 from results import machine, table
 
 HERE = Path(__file__).parent
@@ -60,8 +61,8 @@ class Case:
         times = tuple(Row(row.num_bytes, {name: row.milliseconds[name] for name in names}) for row in rows)
         chosen = AllReduceTable(topology.key, "nccl", "cost model", times, chunk_bytes=WHOLE)
         fusion = segments(self.model) if self.fusion else alone(self.model)
-        plan = Plan(fusion, chosen, topology, links, self.wire_itemsize)
-        return simulate(self.profile, plan)
+        plan = CommPlan(topology, chosen, {4: torch.float32, 2: torch.float16}[self.wire_itemsize], fusion=fusion)
+        return simulate(self.profile, plan, Wires(links))
 
     @property
     def profile(self) -> Profile:
