@@ -101,8 +101,8 @@ class PlanRow:
 
     bucket: Bucket
     sending: Sending
-    expected_ms: float
-    """What the table expects of its all-reduce by itself."""
+    expected_ms: float | None
+    """What the table expects of its all-reduce by itself; None if `switch_mb` took one that the table does not have."""
     exactness: str
     """How the mean compares with that of plain DDP, in one of a few fixed phrases."""
     form: str = "dense"
@@ -177,7 +177,7 @@ class CommPlan:
         rows = []
         for bucket in self.fusion.buckets if self.fusion is not None else ():
             sending = self.send(bucket.numel, bucket.dtype)
-            expected_ms = self.table.expected_ms(sending.num_bytes)[sending.algorithm.name]
+            expected_ms = self.table.expected_ms(sending.num_bytes).get(sending.algorithm.name)
             rows.append(PlanRow(bucket, sending, expected_ms, self._exactness(bucket.dtype)))
         return tuple(rows)
 
@@ -219,7 +219,7 @@ class CommPlan:
                     readable_size(row.sending.num_bytes),
                     row.form,
                     f"{row.sending.algorithm.name}{pieces}",
-                    f"{row.expected_ms:.2f} ms",
+                    "" if row.expected_ms is None else f"{row.expected_ms:.2f} ms",
                     row.exactness,
                 )
             )

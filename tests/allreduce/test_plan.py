@@ -121,6 +121,18 @@ def test_explanation_has_a_line_a_bucket() -> None:
     assert "1.869 MiB    dense  torus in 2 pieces" in lines[2]
 
 
+def test_switch_to_what_the_table_does_not_have() -> None:
+    """The paper's hybrid takes hierarchical and ring, whatever was measured."""
+    torus = AllReduceTable("nodes2x2_groups2x2", "gloo", "measured", (Row(256, {"torus": 1.0}),))
+    plan = decide(table=torus, fusion_mb=0.01, switch_mb=0.1)
+    assert [(row.sending.algorithm.name, row.expected_ms) for row in plan.rows][:3] == [
+        ("hierarchical", None),
+        ("hierarchical", None),
+        ("ring", None),
+    ]
+    assert len(plan.explain().splitlines()) == 1 + len(plan.rows)
+
+
 # The same pieces everywhere.
 
 
