@@ -21,13 +21,13 @@ from lightning_fourmin.allreduce.plan import WIRE_DTYPES, CommOptions
 from lightning_fourmin.allreduce.process_groups import ProcessGroups, from_rank_0, gather_objects
 from lightning_fourmin.allreduce.table import AllReduceTable, cached_table_path, write_table
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape, unfit_input
+from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape
 from lightning_fourmin.cli.hydra_app import give_up, run
 from lightning_fourmin.cli.spawn_ranks import run_ranks
 from lightning_fourmin.cli.train_rank import external_rank
 from lightning_fourmin.errors import RankError
 from lightning_fourmin.models import MODELS
-from lightning_fourmin.simulate.roofline import UNFIT
+from lightning_fourmin.simulate.layer_profile import ARGUMENT_ERRORS, input_error
 from lightning_fourmin.tune.net import tune_net
 from lightning_fourmin.tune.plot import draw
 from lightning_fourmin.tune.verdict import sentence_without_model
@@ -69,8 +69,8 @@ class TuneOptions:
             shape = self.sample_shape(net)
             try:
                 net(torch.randn(2, *shape))
-            except UNFIT as error:
-                raise unfit_input(net, shape, error) from error
+            except ARGUMENT_ERRORS as error:
+                raise input_error(net, shape, error) from error
 
     def build_net(self) -> nn.Module | None:
         """The net to tune for, if there is one."""

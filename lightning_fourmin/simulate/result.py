@@ -14,7 +14,7 @@ from lightning_fourmin.simulate.step import Span
 
 
 @dataclass(frozen=True)
-class Outlook:
+class SimulationResult:
     """What `fourmin plan` answers."""
 
     scenario: Scenario
@@ -26,7 +26,9 @@ class Outlook:
     bottleneck: str
 
     @classmethod
-    def of(cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int) -> "Outlook":
+    def of(
+        cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int
+    ) -> "SimulationResult":
         variants = techniques(scenario, fp32_profile)
         return cls(
             scenario,

@@ -15,11 +15,12 @@ from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli.hydra_app import CONF
-from lightning_fourmin.cli.plan import PlanOptions, predict
+from lightning_fourmin.cli.plan import build_net
 from lightning_fourmin.models import build_model
 from lightning_fourmin.simulate.best_settings import FUSION_MB, best_settings, bottleneck
 from lightning_fourmin.simulate.cluster import Cluster
-from lightning_fourmin.simulate.measured_cluster import with_table
+from lightning_fourmin.simulate.predict import PlanOptions, predict
+from lightning_fourmin.simulate.result import SimulationResult
 from lightning_fourmin.simulate.roofline import peak_profile
 from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques, train
 from lightning_fourmin.simulate.stragglers import Stragglers
@@ -35,6 +36,10 @@ def config(name: str = "p40_100gbe") -> dict[str, Any]:
     loaded = OmegaConf.to_container(OmegaConf.load(CONF / "cluster" / f"{name}.yaml"))
     assert isinstance(loaded, dict)
     return {str(key): value for key, value in loaded.items()}
+
+
+def predicted(options: PlanOptions) -> SimulationResult:
+    return predict(options, *build_net(options))
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +99,13 @@ def test_every_cluster_predicts_every_large_model(name: str) -> None:
     assert cluster.name == name
     assert cluster.reference is not None
     options = PlanOptions(cluster=config(name), num_ranks=16, most_ranks=1, batch_size=cluster.reference.batch_size)
-    outlook = predict(replace(options, model=cluster.reference.model))
-    found = asdict(outlook.prediction)
+    result = predicted(replace(options, model=cluster.reference.model))
+    found = asdict(result.prediction)
     assert found["S"] == pytest.approx(cluster.reference.samples_per_s)
-    assert outlook.curves["all"][0].e == pytest.approx(1.0)
+    assert result.curves["all"][0].e == pytest.approx(1.0)
     if cluster.reference.fp32_samples_per_s is not None:
-        assert asdict(outlook.curves["none"][0])["S"] == pytest.approx(cluster.reference.fp32_samples_per_s)
-    alexnet = asdict(predict(replace(options, model="alexnet_bn")).prediction)
+        assert asdict(result.curves["none"][0])["S"] == pytest.approx(cluster.reference.fp32_samples_per_s)
+    alexnet = asdict(predicted(replace(options, model="alexnet_bn")).prediction)
     assert alexnet["S"] > 2 * found["S"]
 
 
@@ -144,10 +149,10 @@ def test_module_by_import_path_measured_here() -> None:
         num_ranks=2,
         most_ranks=2,
     )
-    outlook = predict(options)
-    assert "measured on cpu" in str(outlook)
-    assert len(outlook.scenario.parameters) == 4
-    assert outlook.prediction.compute_ms > 0
+    result = predicted(options)
+    assert "measured on cpu" in str(result)
+    assert len(result.scenario.parameters) == 4
+    assert result.prediction.compute_ms > 0
 
 
 def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -
     (tmp_path / "tables").mkdir()
     write_table(made, tmp_path / "tables" / "all.csv")
     write_table(table, tmp_path / "tables" / "torus.csv")
-    cluster, read = with_table(Cluster.from_config(config()), tmp_path / "tables" / "all.csv")
+    cluster, read = Cluster.from_config(config()).measured(tmp_path / "tables" / "all.csv")
     assert (cluster.ranks_per_node, cluster.backend, read.topology_key) == (4, "gloo", made.topology_key)
     # What the table does not show is the cluster's.
     assert cluster.links.inside_backend == Cluster.from_config(config()).links.inside_backend
@@ -180,7 +185,7 @@ def test_table_of_one_node_leaves_the_network_to_the_cluster(tmp_path: Path) -> 
     cluster = Cluster.from_config(config())
     table = AllReduceTable.from_cost_model(Topology.build([0] * 4), "gloo", DEFAULT_LINKS["gloo"])
     write_table(table, tmp_path / "table.csv")
-    measured, _ = with_table(cluster, tmp_path / "table.csv")
+    measured, _ = cluster.measured(tmp_path / "table.csv")
     assert measured.links.between == cluster.links.between
     assert measured.links.num_nics == cluster.links.num_nics
     assert measured.links.inside != cluster.links.inside
