@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def _plan(options: PlanOptions) -> None:
-    result = predict(options, *build_net(options))
+    result = predict(options, *net_and_inputs(options))
     print(result)
     if options.out is not None:
         hydra, folder = HydraConfig.get(), Path(options.out)
@@ -30,7 +30,7 @@ def _plan(options: PlanOptions) -> None:
         print(f"\nwritten: plan.json, plan.svg and trace.json in {folder}")
 
 
-def build_net(options: PlanOptions) -> tuple[nn.Module, Tensor]:
+def net_and_inputs(options: PlanOptions) -> tuple[nn.Module, Tensor]:
     """The net that the options name and a batch of inputs; both without values unless the net is to be run."""
     with nullcontext() if options.is_run else torch.device("meta"):
         if options.module is None:

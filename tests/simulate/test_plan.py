@@ -15,7 +15,7 @@ from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli.hydra_app import CONF
-from lightning_fourmin.cli.plan import build_net
+from lightning_fourmin.cli.plan import net_and_inputs
 from lightning_fourmin.models import build_model
 from lightning_fourmin.simulate.best_settings import FUSION_MB, best_settings, bottleneck
 from lightning_fourmin.simulate.cluster import Cluster
@@ -39,7 +39,7 @@ def config(name: str = "p40_100gbe") -> dict[str, Any]:
 
 
 def predicted(options: PlanOptions) -> SimulationResult:
-    return predict(options, *build_net(options))
+    return predict(options, *net_and_inputs(options))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
-"""`fourmin tune` as users type it: table, picture and cuts, a sentence at the end, and what each mistake is told."""
+"""`fourmin tune` as users type it: table and picture, a sentence at the end, and the error for each mistake."""
 
 import contextlib
 import io
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.table import read_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli import main
-from lightning_fourmin.cli.tune import TuneOptions, tune
+from lightning_fourmin.cli.tune import check_net, net_and_inputs
 from lightning_fourmin.models import build_model
+from lightning_fourmin.tune.tuner import TuneOptions, tune
 from tests.support.pool import RankPool
 from tests.support.ranks import current_case
 from tests.support.training import Regression, data, rank_trainer
@@ -38,10 +40,10 @@ NETS: dict[str, dict[str, Any]] = {
 def tune_and_fit(path: Path, net: dict[str, Any]) -> tuple[str, str]:
     """What the tuner printed, and how the next start cuts its buckets."""
     options = TuneOptions(budget_s=1.0, largest_mb=0.1, out=str(path), batch_size=2, **net)
-    options.check()
+    check_net(options)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        tune(options, current_case().node_rank, torch.device("cpu"))
+        tune(options, current_case().node_rank, torch.device("cpu"), partial(net_and_inputs, options))
     strategy = FourMinStrategy(table=path)
     trainer = rank_trainer(strategy, max_steps=1)
     trainer.fit(Regression(build_model("resnet_small", 2)), data(3, 8, 8))
@@ -140,19 +142,17 @@ def test_mistakes_are_one_sentence(
 
 def test_options_of_the_model_are_those_of_the_net() -> None:
     options = TuneOptions(model="alexnet_bn_small", num_classes=2, image_size=16, model_options={"bn5": False})
-    options.check()
-    net = options.build_net()
-    assert net is not None
+    check_net(options)
+    net, inputs = net_and_inputs(options)
     assert "bn5" not in dict(net.named_children())
-    assert options.sample_shape(net) == [3, 16, 16]
+    assert inputs.shape == (32, 3, 16, 16)
     for other, side in (
         (replace(options, model_options={"image_size": 24}), 24),
         (replace(options, image_size=None), 32),
     ):
-        other.check()
-        net = other.build_net()
-        assert net is not None
-        assert other.sample_shape(net) == [3, side, side]
+        check_net(other)
+        _, inputs = net_and_inputs(other)
+        assert inputs.shape == (32, 3, side, side)
 
 
 def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
