@@ -1,4 +1,4 @@
-"""Everything that is said about a scenario, as data, as text, as a picture and as a Chrome trace."""
+"""The answer of `fourmin plan`: as text, as JSON, as a picture and as a Chrome trace."""
 
 import json
 from collections.abc import Sequence
@@ -9,37 +9,47 @@ from typing import Any
 from lightning_fourmin.files import write_whole
 from lightning_fourmin.simulate.best_settings import Best, best_settings, bottleneck
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.scenario import Prediction, Scenario, Training, scaling_curve, techniques, train
+from lightning_fourmin.simulate.scenario import (
+    Prediction,
+    Scenario,
+    TrainingTime,
+    scaling_curve,
+    techniques,
+    training_time,
+)
 from lightning_fourmin.simulate.step import Span
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What `fourmin plan` answers."""
+    """What was simulated for a scenario, and for variations of it."""
 
     scenario: Scenario
     prediction: Prediction
-    training: Training
+    training: TrainingTime
     best: Best
     curves: dict[str, list[Prediction]]
-    """1, 2, 4 ... ranks: with all techniques, without each, with none."""
+    """Predictions for 1, 2, 4 ... ranks: with all of the paper's techniques, without each, and with none."""
     bottleneck: str
+    """What slows the step most, in a sentence."""
 
     @classmethod
     def of(
         cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int
     ) -> "SimulationResult":
+        """Simulates the scenario and all variations; `fp32_profile` is for those without FP16."""
         variants = techniques(scenario, fp32_profile)
         return cls(
             scenario,
             scenario.prediction,
-            train(scenario, epochs, num_samples),
+            training_time(scenario, epochs, num_samples),
             best_settings(scenario),
             {name: scaling_curve(variant, most_ranks) for name, variant in variants.items()},
             bottleneck(scenario),
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """The content of plan.json."""
         plan, profile = self.scenario.plan, self.scenario.profile
         return {
             "format": 1,
@@ -83,7 +93,7 @@ class SimulationResult:
         return "\n".join([*lines, "", self.bottleneck])
 
     def write(self, folder: Path) -> None:
-        """plan.json, trace.json (opens in Perfetto) and plan.svg, each complete or not at all."""
+        """Writes plan.json, trace.json (for Perfetto) and plan.svg into a folder, each complete or not at all."""
         from lightning_fourmin.simulate.picture import draw
 
         write_whole(folder / "plan.json", json.dumps(self.as_dict(), indent=1) + "\n")
@@ -93,7 +103,7 @@ class SimulationResult:
 
 
 def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """Events as those of a measured trace, for the one rank that stands for all."""
+    """The spans of the one rank that stands for all, as the events that a measured trace has, too."""
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "every rank (predicted)"}}

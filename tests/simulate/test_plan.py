@@ -22,7 +22,7 @@ from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.predict import PlanOptions, predict
 from lightning_fourmin.simulate.result import SimulationResult
 from lightning_fourmin.simulate.roofline import peak_profile
-from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques, train
+from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques, training_time
 from lightning_fourmin.simulate.stragglers import Stragglers
 
 NETS_OF = "tests.simulate.test_plan"
@@ -264,12 +264,12 @@ def test_bottleneck_names_what_to_take_away(scenario: Scenario) -> None:
 
 
 def test_training_time(scenario: Scenario) -> None:
-    training = train(scenario, 90, 1_281_167)
+    training = training_time(scenario, 90, 1_281_167)
     assert training.num_steps == round(90 * 1_281_167 / (64 * 256))
     assert training.hours == pytest.approx(training.num_steps * scenario.step.step_s / 3600)
     # Backups compute samples that nobody waits for: more steps for the same epochs.
     helped = replace(scenario, stragglers=Stragglers(0.1, num_backups=56))
-    assert train(helped, 90, 1_281_167).num_steps == round(90 * 1_281_167 / (64 * 200))
+    assert training_time(helped, 90, 1_281_167).num_steps == round(90 * 1_281_167 / (64 * 200))
 
 
 # Bad input.

@@ -52,16 +52,16 @@ def tune_and_fit(path: Path, net: dict[str, Any]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("net", NETS)
 def test_next_start_uses_what_was_found(ranks: RankPool, tmp_path: Path, net: str) -> None:
-    (printed, first), (silent, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", NETS[net], nodes=[2, 1])
-    assert silent == ""
+    (printed, first), (nothing, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", NETS[net], nodes=[2, 1])
+    assert nothing == ""
     assert first == second
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.csv", "table.svg"]
     lines = printed.splitlines()
     assert "all-reduce table for nodes1x2+1x1_groups1x2+1x1 on gloo (measured, n=" in printed
     assert any(line.startswith("links: inside ") and "off by" in line for line in lines)
     start = lines.index("steps:")
-    silent_line, ddp_line, *planned = lines[start + 1 : -3]
-    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  without communication", silent_line)
+    compute_line, ddp_line, *planned = lines[start + 1 : -3]
+    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  without communication", compute_line)
     assert re.fullmatch(r" *[\d.]+ ms  n=\d+  ddp", ddp_line)
     tried = [re.split(r" ms  n=\d+  ", line) for line in planned]
     _, fastest = min((float(ms), how) for ms, how in tried)
