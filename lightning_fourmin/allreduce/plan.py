@@ -23,12 +23,14 @@ from lightning_fourmin.allreduce.algorithms import ALGORITHMS, Algorithm, algori
 from lightning_fourmin.allreduce.buckets import MIB, Bucket, FusionPlan
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.text import dtype_name, readable_size
+from lightning_fourmin.text import dtype_name, plural, readable_size
 
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """What the options call the dtypes of the wire."""
 HYBRID = "hybrid"
 """The option that leaves the algorithm of each bucket to the table."""
+SHORT_ROWS = 12
+"""Rows of a plan that people read in a terminal without scrolling."""
 
 BIT_EQUAL = "bit-equal to ddp"
 SUMMATION_ORDER = "equal up to the order of summation"
@@ -203,13 +205,21 @@ class CommPlan:
             f"{self.table.summary()}"
         )
 
-    def explain(self) -> str:
-        """The plan as a table for people, a line a bucket."""
+    def explain(self, most_rows: int | None = None) -> str:
+        """The plan as a table for people, a line a bucket.
+
+        Of more than `most_rows` buckets only the first and the last ones are shown, and a line says how many are left
+        out between them.
+        """
         if not self.rows:
             return "DDP cuts the buckets by itself"
+        num_left_out = 0 if most_rows is None else max(0, len(self.rows) - most_rows)
+        num_first = (len(self.rows) - num_left_out) // 2
         head = ("", "what", "tensors", "on the wire", "form", "all-reduce", "expected", "exactness")
         lines = [head]
         for index, row in enumerate(self.rows):
+            if num_first <= index < num_first + num_left_out:
+                continue
             pieces = f" in {len(row.sending.numels)} pieces" if len(row.sending.numels) > 1 else ""
             lines.append(
                 (
@@ -224,7 +234,10 @@ class CommPlan:
                 )
             )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        if num_left_out:
+            texts.insert(1 + num_first, f"... {plural(num_left_out, 'bucket')} left out")
+        return "\n".join(texts)
 
 
 def _short_name(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_fourmin.allreduce.plan import SHORT_ROWS, PlanRow
 from lightning_fourmin.files import write_whole
 from lightning_fourmin.simulate.best_settings import Best, best_settings, bottleneck
 from lightning_fourmin.simulate.layer_profile import Profile
@@ -61,6 +62,7 @@ class SimulationResult:
             "wire_dtype": str(self.scenario.wire_dtype).removeprefix("torch."),
             "algorithm": self.scenario.algorithm,
             "table": plan.table.summary(),
+            "rows": [_as_dict(row) for row in plan.rows],
             "prediction": asdict(self.prediction),
             "training": asdict(self.training),
             "best": asdict(self.best),
@@ -86,6 +88,8 @@ class SimulationResult:
             f"with switch_mb={best.switch_mb:g}: {best.switch_step_ms:.1f} ms",
             "by algorithm  " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.by_algorithm.items()),
             "",
+            plan.explain(SHORT_ROWS),
+            "",
             "   ranks" + "".join(f"{name:>16}" for name in self.curves) + "   (efficiency)",
         ]
         for points in zip(*self.curves.values(), strict=True):
@@ -100,6 +104,21 @@ class SimulationResult:
         events = chrome_events(self.scenario.step.spans)
         write_whole(folder / "trace.json", json.dumps({"traceEvents": events}))
         write_whole(folder / "plan.svg", draw(self.scenario, self.curves))
+
+
+def _as_dict(row: PlanRow) -> dict[str, Any]:
+    """A row of the plan for JSON."""
+    return {
+        "what": row.bucket.content,
+        "num_tensors": len(row.bucket.names),
+        "num_bytes": row.sending.num_bytes,
+        "form": row.form,
+        "update": row.update,
+        "algorithm": row.sending.algorithm.name,
+        "num_pieces": len(row.sending.numels),
+        "expected_ms": row.expected_ms,
+        "exactness": row.exactness,
+    }
 
 
 def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:

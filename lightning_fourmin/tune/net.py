@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fourmin.allreduce.measure_table import Progress
-from lightning_fourmin.allreduce.plan import HYBRID, CommOptions, CommPlan
+from lightning_fourmin.allreduce.plan import HYBRID, SHORT_ROWS, CommOptions, CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
@@ -75,7 +75,10 @@ def tune_net(
     show_progress: ShowProgress,
     budget_s: float,
 ) -> tuple[AllReduceTable, list[str]]:
-    """The table with the settings that train the net fastest, and lines that tell what was found; a collective call."""
+    """The table with the settings that train the net fastest, and what was found, in lines; a collective call.
+
+    The last line is the sentence on whether fourmin helps.
+    """
     parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     # A step takes as long at any rate. At a rate of 0 the weights stay, so no loss can become infinite.
     optimizer = torch.optim.SGD([parameter for _, parameter in parameters], lr=0.0, momentum=0.9)
@@ -92,7 +95,7 @@ def tune_net(
     best_ms, best = min(zip(medians, tried, strict=True), key=lambda pair: pair[0])
     ddp_ms, compute_ms = statistics.median(times.ddp_ms), statistics.median(times.compute_ms)
     gain = sentence_for(ddp_ms, best_ms, compute_ms, str(best))
-    return best.found_in(table), [*_lines(times, tried), f"fastest: {best}", gain]
+    return best.found_in(table), [*_lines(times, tried), f"fastest: {best}", best.plan.explain(SHORT_ROWS), gain]
 
 
 def _lines(times: StepTimes, tried: Sequence[Candidate]) -> list[str]:

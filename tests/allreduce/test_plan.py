@@ -121,6 +121,17 @@ def test_explanation_has_a_line_a_bucket() -> None:
     assert "1.869 MiB    dense  torus in 2 pieces" in lines[2]
 
 
+def test_a_long_explanation_keeps_the_first_and_the_last_buckets() -> None:
+    plan = decide(fusion_mb=0.01)
+    assert len(plan.rows) == 5
+    whole = plan.explain()
+    assert plan.explain(most_rows=5) == plan.explain(most_rows=9) == whole
+    for most_rows, first, left_out, last in ((4, "01", "1 bucket", "34"), (3, "0", "2 buckets", "34")):
+        _, *lines = plan.explain(most_rows).splitlines()
+        assert lines.pop(len(first)) == f"... {left_out} left out"
+        assert [line.split()[0] for line in lines] == [*first, *last]
+
+
 def test_switch_to_what_the_table_does_not_have() -> None:
     """The paper's hybrid takes hierarchical and ring, whatever was measured."""
     torus = AllReduceTable("nodes2x2_groups2x2", "gloo", "measured", (Row(256, {"torus": 1.0}),))

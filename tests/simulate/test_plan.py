@@ -1,6 +1,7 @@
 """`fourmin plan`: what it answers and writes, its clusters, and bad input."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -82,6 +83,55 @@ def test_plan_from_the_command_line(fourmin: Fourmin, tmp_path: Path) -> None:
     assert "<svg" in picture
     assert "Predicted throughput on p40_100gbe" in picture
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
+
+
+def test_the_plan_itself_is_printed_and_written(fourmin: Fourmin, tmp_path: Path) -> None:
+    """A row a bucket: all of them in plan.json, the first and the last ones on the screen."""
+    code, output, errors = fourmin("plan", *SMALL, "fusion_mb=0", "out=here")
+    assert code == 0, errors
+    rows = json.loads((tmp_path / "here" / "plan.json").read_text())["rows"]
+    net = build_model("resnet_small", 1000)
+    named = {name: parameter.numel() for name, parameter in net.named_parameters()}
+    assert [row["what"] for row in rows] == list(reversed(named))
+    for row in rows:
+        assert row.pop("expected_ms") > 0
+        assert row == {
+            "what": row["what"],
+            "num_tensors": 1,
+            "num_bytes": 2 * named[row["what"]],
+            "form": "dense",
+            "update": "replicated",
+            "algorithm": "hierarchical",
+            "num_pieces": 1,
+            "exactness": "rounded to fp16",
+        }
+    lines = output.splitlines()
+    left_out = lines.index(f"... {len(rows) - 12} buckets left out")
+    head, *first = lines[left_out - 7 : left_out]
+    assert re.split(" {2,}", head.strip()) == [
+        "what",
+        "tensors",
+        "on the wire",
+        "form",
+        "all-reduce",
+        "expected",
+        "exactness",
+    ]
+    last = lines[left_out + 1 : left_out + 7]
+    assert lines[left_out - 8] == lines[left_out + 7] == ""
+    numbered = list(enumerate(row["what"] for row in rows))
+    for line, (number, what) in zip([*first, *last], [*numbered[:6], *numbered[-6:]], strict=True):
+        assert line.split()[:2] == [str(number), what]
+        assert line.endswith("rounded to fp16")
+
+
+def test_few_buckets_are_all_printed(fourmin: Fourmin) -> None:
+    code, output, errors = fourmin("plan", *SMALL, "wire_dtype=fp32", "out=null")
+    assert code == 0, errors
+    assert "left out" not in output
+    (row,) = [line for line in output.splitlines() if "fc.bias .. stem.0.weight" in line]
+    assert row.split()[:2] == ["0", "fc.bias"]
+    assert row.endswith("equal up to the order of summation")
 
 
 def test_help_lists_the_keys(fourmin: Fourmin) -> None:

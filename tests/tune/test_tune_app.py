@@ -60,12 +60,27 @@ def test_next_start_uses_what_was_found(ranks: RankPool, tmp_path: Path, net: st
     assert "all-reduce table for nodes1x2+1x1_groups1x2+1x1 on gloo (measured, n=" in printed
     assert any(line.startswith("links: inside ") and "off by" in line for line in lines)
     start = lines.index("steps:")
-    compute_line, ddp_line, *planned = lines[start + 1 : -3]
+    end = lines.index(next(line for line in lines if line.startswith("fastest: ")))
+    compute_line, ddp_line, *planned = lines[start + 1 : end]
     assert re.fullmatch(r" *[\d.]+ ms  n=\d+  without communication", compute_line)
     assert re.fullmatch(r" *[\d.]+ ms  n=\d+  ddp", ddp_line)
     tried = [re.split(r" ms  n=\d+  ", line) for line in planned]
     _, fastest = min((float(ms), how) for ms, how in tried)
-    assert lines[-3] == f"fastest: {fastest}"
+    assert lines[end] == f"fastest: {fastest}"
+    # The plan itself, a row a bucket.
+    head, *rows = lines[end + 1 : -2]
+    assert re.split(" {2,}", head.strip()) == [
+        "what",
+        "tensors",
+        "on the wire",
+        "form",
+        "all-reduce",
+        "expected",
+        "exactness",
+    ]
+    assert [row.split()[0] for row in rows] == [str(number) for number in range(len(rows))]
+    assert re.match(rf"fusion_mb=\S+, {len(rows)} buckets?, ", fastest)
+    assert all(row.endswith("equal up to the order of summation") for row in rows)
     assert lines[-2] == f"table: {tmp_path / 'table.csv'}, picture: {tmp_path / 'table.svg'}"
     assert lines[-1].startswith("Will it help you? ")
     assert "ms a step with ddp" in lines[-1]
