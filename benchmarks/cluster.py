@@ -16,8 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-
-from typing_extensions import Self
+from typing import Self
 
 SUBNET = "10.213.7"
 BURST_KB = 64

@@ -38,7 +38,6 @@ from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.options import WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision.plugin import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
-from lightning_fourmin.tested_versions import warn_outside_tested_versions
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,6 @@ class FourMinStrategy(ResilientDDPStrategy):
         self._late_buffers: LateBufferSync | None = None
         self.fusion_plan: FusionPlan | None = None
         """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
-        warn_outside_tested_versions()
 
     @property
     def topology(self) -> Topology:

@@ -39,7 +39,6 @@ from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.allreduce.trace import Trace, now_ns
 from lightning_fourmin.faults.stall_watch import StallWatch, Wait
-from lightning_fourmin.notes import add_note
 
 WHOLE_BYTES = 32 * 1024
 """A stretch of up to this size crosses between nodes in one exchange instead of two."""
@@ -255,9 +254,9 @@ class Engine:
 
     def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
         wait = self._wait_of(since_s, piece)
-        add_note(error, f"in {wait.what}")
+        error.add_note(f"in {wait.what}")
         if self._stall_watch is not None and (who := self._stall_watch.explain(wait)) is not None:
-            add_note(error, who)
+            error.add_note(who)
 
     def _waits(self) -> list[Wait]:
         return [self._wait_of(*busy) for busy in list(self._busy.values())]

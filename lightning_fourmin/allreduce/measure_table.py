@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -248,4 +248,4 @@ def _quartiles(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, f
 
 def _made() -> str:
     versions = ", ".join(f"{package} {version(package)}" for package in ("lightning-fourmin", "torch"))
-    return f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {versions}"
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {versions}"

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -128,7 +128,7 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...]) -> RunRec
     earlier = _record_of(folder)
     # What cannot begin leaves figures and time of the run that the folder holds.
     seconds_before = _seconds(earlier)
-    started = datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
+    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
     command = shlex.join(["fourmin", "train", *sys.argv[1:]])
     fresh = RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides)
     if earlier is None:
