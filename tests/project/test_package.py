@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.versions import TESTS
+
 REPO = Path(__file__).parents[2]
 
 USE_PACKAGE = """
@@ -101,3 +103,7 @@ def test_sdist_holds_the_sources_and_nothing_that_lies_about(tmp_path: Path) -> 
         "tests/scripts/train.py",
     } <= names
     assert not [name for name in names if name.endswith((".ckpt", ".pyc", ".tar"))]
+
+
+def test_tests_of_other_versions_are_there() -> None:
+    assert [name for name in TESTS if not (REPO / "tests" / name).is_file()] == []
