@@ -34,7 +34,6 @@ from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
 from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.precision.plugin import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
-from lightning_fourmin.tested_versions import warn_outside_tested_versions
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,6 @@ class FourMinStrategy(ResilientDDPStrategy):
         self._late_buffers: LateBufferSync | None = None
         self.plan: CommPlan | None = None
         """How the gradients of the current fit travel; None where a user's hook runs."""
-        warn_outside_tested_versions()
 
     @property
     def topology(self) -> Topology:

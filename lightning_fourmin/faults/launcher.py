@@ -1,6 +1,7 @@
 """Lightning's launcher of scripts, with time for ranks to say which of them is gone, and no rank that stays behind."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,6 +105,9 @@ def _opened_note() -> int | None:
 
 
 def _in_hydra_multirun() -> bool:
+    if "hydra.core.hydra_config" not in sys.modules:
+        # Nobody has started Hydra here; it need not be installed.
+        return False
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
