@@ -8,9 +8,8 @@ import pytest
 
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
-from lightning_fourmin.report.summary import summary_so_far
 from lightning_fourmin.runs.folder import make_room, metrics_files
-from lightning_fourmin.runs.metrics import read_metrics, resumed_steps
+from lightning_fourmin.runs.metrics import read_metrics, resumed_steps, summary_so_far
 from lightning_fourmin.runs.record import (
     BucketRecord,
     Hardware,

@@ -66,7 +66,7 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> dict[str, str]:
-        """The headline figures by name."""
+        """The key figures by name."""
         names = [e.text for e in self.all("dt")]
         values = [e.text for e in self.all("div", "value")]
         return dict(zip(names, values, strict=False))
