@@ -104,6 +104,7 @@ def table_chart(table: TableRecord) -> Chart | None:
     with style():
         figure = _small_figure()
         plot_rows(figure.axes[0], rows, [row.choice for row in table.rows])
+        figure.axes[0].set_xlabel("size on the wire")
         svg = to_svg(figure, "table", "Milliseconds of each all-reduce algorithm by message size")
     algorithms = algorithms_in(row.milliseconds for row in rows)
     keys = [Key(name, color) for name, color in zip(algorithms, SERIES, strict=False)]

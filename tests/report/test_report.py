@@ -257,7 +257,7 @@ def test_all_parts_of_a_resumed_run_are_one(tmp_path: Path) -> None:
     assert list(zip(metrics["lr"].steps, metrics["lr"].values, strict=True)) == [(0, 1), (10, 2), (20, 4)]
     assert metrics["train/loss"].steps.tolist() == [25]
     assert resumed_steps(metrics) == [20]
-    assert "The run went on from a checkpoint after step 20: dotted lines." in page.text
+    assert "The run was resumed from a checkpoint after step 20: dotted lines." in page.text
     assert page.figures["Top-1 accuracy"] == "50.0 %"
     (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,lr\n10,1.0,\n15,,8\n")
     metrics = read_metrics(tmp_path)
@@ -272,7 +272,7 @@ def test_speed_is_that_of_the_last_part(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,fourmin/N,fourmin/T\n20,1,,\n20,,4,180\n30,,4,180\n")
     page = page_of(tmp_path, replace(RUN, status="preempted", summary=Summary()))
     assert (page.figures["N"], page.figures["Images per second"]) == ("4", "180")
-    assert "Command, start and speed are those of its last part; the time is that of all." in page.text
+    assert "Command, start and speed are those since the last resume; the time is that of the whole run." in page.text
 
 
 def test_a_scale_that_stays_is_not_said_to_fall(tmp_path: Path) -> None:
