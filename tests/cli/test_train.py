@@ -63,7 +63,7 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     assert (sweep / "1" / "checkpoints" / "best.ckpt").is_file()
     with (sweep / "sweep.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 3
-    for name in ("sweep.md", "sweep.svg", "report.html"):
+    for name in ("sweep.md", "report.html"):
         assert (sweep / name).is_file()
     assert "1 of 3 jobs failed" in errors
     code, _, errors = fourmin("train", *command, f"hydra.sweep.dir={sweep}")
@@ -146,7 +146,7 @@ def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
     assert metrics["train/loss"].steps.tolist() == list(range(3 * (num_epochs + 2)))
     assert resumed_steps(metrics) == [3 * min(epochs)]
     page = Page(resumed / "report.html")
-    assert f"The run went on from a checkpoint after step {3 * min(epochs)}: dotted lines." in page.text
+    assert f"The run was resumed from a checkpoint after step {3 * min(epochs)}: dotted lines." in page.text
 
 
 def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmin: Fourmin, tmp_path: Path) -> None:
