@@ -14,7 +14,7 @@ from lightning_fourmin.data.dataset import Collate, OnError, ShardDataset, Trans
 from lightning_fourmin.data.digits import DIGITS, digits_folder
 from lightning_fourmin.data.index import Index, read_index
 from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
-from lightning_fourmin.data.partition import Deal, Remainder
+from lightning_fourmin.data.partition import Partition, Remainder
 from lightning_fourmin.data.transforms import EvalImage, ImageTransform, TrainImage
 from lightning_fourmin.errors import ShardError
 
@@ -154,8 +154,8 @@ class ShardDataModule(LightningDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Batches that each rank has in an epoch, known without making a loader."""
-        deal, split = self._deal(), self.index.split(self.splits["train"], self.path)
-        return deal.num_batches(deal.epoch(split.num_samples, self._remainder, self._num_accumulated))
+        partition, split = self._partition(), self.index.split(self.splits["train"], self.path)
+        return partition.num_batches(partition.epoch(split.num_samples, self._remainder, self._num_accumulated))
 
     @property
     def _num_accumulated(self) -> int:
@@ -262,9 +262,9 @@ class ShardDataModule(LightningDataModule):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
-    def _deal(self) -> Deal:
+    def _partition(self) -> Partition:
         world = self.trainer.world_size if self.trainer else 1
-        return Deal(world, self.batch_size, max(1, self._num_workers))
+        return Partition(world, self.batch_size, max(1, self._num_workers))
 
     def _loader(self, kind: type[LoaderType], stage: str, *, window: int, **kwargs: Any) -> LoaderType:
         name, transform = self.splits[stage], self._transforms[stage]
@@ -286,7 +286,7 @@ class ShardDataModule(LightningDataModule):
         try:
             return kind(
                 dataset,
-                self._deal(),
+                self._partition(),
                 rank,
                 num_workers=self._num_workers,
                 prefetch_factor=self._prefetch_factor,

@@ -12,9 +12,9 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_fourmin.data.dataset import Delivery, ShardDataset
-from lightning_fourmin.data.order import Stretch, num_positions
-from lightning_fourmin.data.partition import Deal, Remainder, Ticket
+from lightning_fourmin.data.dataset import LoadedBatch, ShardDataset
+from lightning_fourmin.data.order import Span, num_positions
+from lightning_fourmin.data.partition import BatchRequest, Partition, Remainder
 from lightning_fourmin.data.worker_process import end_with_parent, leave_signals_to_parent
 from lightning_fourmin.errors import ShardError
 
@@ -28,15 +28,22 @@ class ShardLoader(ABC):
     """
 
     def __init__(
-        self, dataset: ShardDataset, deal: Deal, rank: int, *, num_workers: int, prefetch_factor: int, pin_memory: bool
+        self,
+        dataset: ShardDataset,
+        partition: Partition,
+        rank: int,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
     ) -> None:
         self._dataset = dataset
-        self._deal = deal
+        self._partition = partition
         self._rank = rank
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor if num_workers else None
         self._pin_memory = pin_memory
-        self._queue: list[Ticket] = []
+        self._queue: list[BatchRequest] = []
         self._loader: DataLoader[Any] | None = None
         # Under this name Lightning looks for the workers that it ends with a run; it sets the name to None then.
         self._iterator: Iterator[Any] | None = None
@@ -53,19 +60,19 @@ class ShardLoader(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
 
-    def _batches(self, tickets: Iterable[Ticket]) -> Iterator[Any]:
-        for delivery in self._timed(self._start(tickets)):
-            if isinstance(delivery, ShardError):
-                raise delivery
-            for fault in delivery.faults:
+    def _batches(self, requests: Iterable[BatchRequest]) -> Iterator[Any]:
+        for loaded in self._timed(self._start(requests)):
+            if isinstance(loaded, ShardError):
+                raise loaded
+            for fault in loaded.faults:
                 self.num_skipped += 1
                 self._last_fault = fault
                 log.warning("rank %d skipped a sample (%d so far): %s", self._rank, self.num_skipped, fault)
-            if not delivery.is_empty:
-                yield delivery.batch
+            if not loaded.is_empty:
+                yield loaded.batch
 
-    def _start(self, tickets: Iterable[Ticket]) -> Iterator[Delivery | ShardError]:
-        self._queue[:] = tickets
+    def _start(self, requests: Iterable[BatchRequest]) -> Iterator[LoadedBatch | ShardError]:
+        self._queue[:] = requests
         if self._iterator is None or self._loader is None:
             self._loader = DataLoader(
                 self._dataset,
@@ -81,18 +88,18 @@ class ShardLoader(ABC):
         self._iterator = iter(self._loader)
         return self._iterator
 
-    def _timed(self, deliveries: Iterator[Delivery | ShardError]) -> Iterator[Delivery | ShardError]:
+    def _timed(self, loaded_batches: Iterator[LoadedBatch | ShardError]) -> Iterator[LoadedBatch | ShardError]:
         while True:
             start = time.perf_counter()
-            delivery = next(deliveries, None)
+            loaded = next(loaded_batches, None)
             self.wait_s += time.perf_counter() - start
-            if delivery is None:
+            if loaded is None:
                 return
-            yield delivery
+            yield loaded
 
 
-def _as_it_is(delivery: Any) -> Any:
-    return delivery
+def _as_it_is(loaded: Any) -> Any:
+    return loaded
 
 
 def _bind_to_rank(worker: int, rank: int) -> None:
@@ -106,26 +113,26 @@ def _bind_to_rank(worker: int, rank: int) -> None:
 class EvalLoader(ShardLoader):
     """Every sample once, in the order of the index."""
 
-    def __init__(self, dataset: ShardDataset, deal: Deal, rank: int, **kwargs: Any) -> None:
-        super().__init__(dataset, deal, rank, **kwargs)
+    def __init__(self, dataset: ShardDataset, partition: Partition, rank: int, **kwargs: Any) -> None:
+        super().__init__(dataset, partition, rank, **kwargs)
         num_samples = dataset.split.num_samples
         if num_samples == 0:
             raise ShardError("the split has no samples: choose another, or pack it again")
-        if num_samples < deal.world:
+        if num_samples < partition.world:
             raise ShardError(
-                f"the split has {num_samples} samples for {deal.world} ranks, so some would have nothing to evaluate: "
-                "evaluate with fewer ranks"
+                f"the split has {num_samples} samples for {partition.world} ranks, so some would have nothing to "
+                "evaluate: evaluate with fewer ranks"
             )
-        self._share = deal.evaluation(num_samples, rank)
+        self._rank_share = partition.evaluation(num_samples, rank)
 
     @override
     def __len__(self) -> int:
-        return len(self._share.batch_sizes)
+        return len(self._rank_share.batch_sizes)
 
     @override
     def __iter__(self) -> Iterator[Any]:
         is_empty = True
-        for batch in self._batches(self._share.tickets(epoch=0)):
+        for batch in self._batches(self._rank_share.requests(epoch=0)):
             is_empty = False
             yield batch
         if is_empty:
@@ -134,12 +141,12 @@ class EvalLoader(ShardLoader):
 
 
 class TrainLoader(ShardLoader):
-    """The line of each epoch, as many batches on every rank; its state continues an epoch on any number of ranks."""
+    """The batches of each epoch, equally many on every rank; its state resumes an epoch on any number of ranks."""
 
     def __init__(
         self,
         dataset: ShardDataset,
-        deal: Deal,
+        partition: Partition,
         rank: int,
         *,
         remainder: Remainder,
@@ -153,19 +160,19 @@ class TrainLoader(ShardLoader):
 
         `num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all.
         """
-        super().__init__(dataset, deal, rank, **kwargs)
+        super().__init__(dataset, partition, rank, **kwargs)
         num_samples = dataset.split.num_samples
         self._remainder = remainder
-        self._whole = deal.epoch(num_samples, remainder, num_accumulated)
-        self._num_batches = deal.num_batches(self._whole)
+        self._whole = partition.epoch(num_samples, remainder, num_accumulated)
+        self._num_batches = partition.num_batches(self._whole)
         if not self._num_batches:
             times, lower = "", "batch_size"
             if num_accumulated > 1:
                 times, lower = f" x {num_accumulated} batches a step", "batch_size or accumulation"
             raise ShardError(
                 f"the split has {num_samples} samples, less than the global batch of "
-                f"{deal.global_batch * num_accumulated} ({deal.world} ranks x {deal.batch_size}{times}): lower "
-                f"{lower}, or set remainder='wrap'"
+                f"{partition.global_batch * num_accumulated} ({partition.world} ranks x "
+                f"{partition.batch_size}{times}): lower {lower}, or set remainder='wrap'"
             )
         self._knows_ranks = num_taken is not None
         """Whether a Trainer has it made."""
@@ -220,29 +227,29 @@ class TrainLoader(ShardLoader):
             return
         if self._num_delivered or not self._left:
             self._begin(self._epoch + 1)
-        for batch in self._batches(self._deal.train(self._left, self._rank).tickets(self._epoch)):
+        for batch in self._batches(self._partition.train(self._left, self._rank).requests(self._epoch)):
             self._num_delivered += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """How far the epoch got: the same on every rank, whatever the workers have prepared."""
         num_batches = self._num_before + self._num_delivered
-        left = self._deal.left(self._left, self._num_delivered) if num_batches < self._num_taken else ()
+        left = self._partition.left(self._left, self._num_delivered) if num_batches < self._num_taken else ()
         return {
             "epoch": self._epoch,
             "num_batches": num_batches,
-            "left": [list(stretch) for stretch in left],
-            "global_batch": self._deal.global_batch,
+            "left": [list(span) for span in left],
+            "global_batch": self._partition.global_batch,
             **self._identity(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where another loader was; on ranks with another global batch what is left is dealt to them."""
-        left = tuple(Stretch(*stretch) for stretch in state["left"])
+        """Continues where another loader was; ranks with another global batch divide what is left anew."""
+        left = tuple(Span(*span) for span in state["left"])
         if left:
             fixed = self._identity()
             if self._num_taken != self._num_batches:
-                fixed["global_batch"] = self._deal.global_batch
+                fixed["global_batch"] = self._partition.global_batch
             for name, here in fixed.items():
                 if state[name] != here:
                     raise ShardError(
@@ -251,14 +258,14 @@ class TrainLoader(ShardLoader):
                         f"{name}; set it so, or resume from a checkpoint of the end of an epoch"
                     )
         self._begin(state["epoch"])
-        self._left = self._deal.rest(left, self._whole, self._remainder, self._dataset.split.num_samples)
+        self._left = self._partition.rest(left, self._whole, self._remainder, self._dataset.split.num_samples)
         if left and not self._left:
             raise ShardError(
                 f"the {num_positions(left)} samples that are left of epoch {state['epoch']} do not fill the global "
-                f"batch of {self._deal.global_batch}: lower batch_size, or resume from a checkpoint of the end of an "
-                "epoch"
+                f"batch of {self._partition.global_batch}: lower batch_size, or resume from a checkpoint of the end of "
+                "an epoch"
             )
-        self._num_before = self._num_batches - self._deal.num_batches(self._left) if left else state["num_batches"]
+        self._num_before = self._num_batches - self._partition.num_batches(self._left) if left else state["num_batches"]
         self._restored = True
 
     def _identity(self) -> dict[str, Any]:
