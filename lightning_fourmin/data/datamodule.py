@@ -46,8 +46,9 @@ class ShardDataModule(LightningDataModule):
         window: samples that are shuffled with each other; a worker holds as many in memory, undecoded.
         remainder: what happens to the samples of an epoch that fill no step of all ranks, accumulation included:
             "drop", or "wrap" to fill it with the first ones of the epoch.
-        on_error: "raise" on damaged samples, or "skip" them, counted and logged: in training others stand in for them,
-            of the batch or of those that follow it, in evaluation the batch is smaller or left out.
+        on_error: "raise" on damaged samples, or "skip" them; warnings and the callback `DataMonitor` count them. In
+            training other samples take their places, of the same batch or those that follow it; in evaluation the batch
+            is smaller or left out.
         pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
         collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
         mean: of the images' red, green and blue, each between 0 and 1.
@@ -125,8 +126,6 @@ class ShardDataModule(LightningDataModule):
         self._train_loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
         """What a checkpoint said, until the loader is made."""
-        self._waited_s, self._num_waits = 0.0, 0
-        """Waiting of the train loader that is logged, and batches since."""
         self._scale = self._shift = torch.empty(0)
         """What the pixels are multiplied with and what is added then, on the device of the last batch."""
 
@@ -180,7 +179,6 @@ class ShardDataModule(LightningDataModule):
             loader.load_state_dict(self._state)
             self._state = None
         self._train_loader = loader
-        self._waited_s, self._num_waits = 0.0, 0
         return loader
 
     def _make_train_loader(self) -> TrainLoader:
@@ -229,8 +227,6 @@ class ShardDataModule(LightningDataModule):
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         training = self.trainer is not None and self.trainer.training
-        if training:
-            self._log_waiting()
         if not isinstance(self._transforms["train" if training else "val"], ImageTransform):
             return batch
         images, *rest = batch
@@ -244,23 +240,6 @@ class ShardDataModule(LightningDataModule):
         floats = images.permute(0, 3, 1, 2).float().mul_(self._scale).add_(self._shift).contiguous()
         # Lightning has asked the precision plugin before the transfer, when there was nothing to convert.
         return self.trainer.precision_plugin.convert_input(floats) if self.trainer else floats
-
-    def _log_waiting(self) -> None:
-        trainer, loader = self.trainer, self._train_loader
-        assert trainer is not None
-        self._num_waits += 1
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if loader is None or not 0 < every <= self._num_waits:
-            return
-        waited_s, self._waited_s = loader.wait_s - self._waited_s, loader.wait_s
-        num_waits, self._num_waits = self._num_waits, 0
-        num_skipped = float(loader.num_skipped)
-        if self._on_error == "skip":
-            mine = torch.tensor(num_skipped, device=trainer.strategy.root_device)
-            num_skipped = float(trainer.strategy.reduce(mine, reduce_op="sum"))
-        metrics = {"data_wait_ms": 1e3 * waited_s / num_waits, "data_skipped": num_skipped}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
 
     def _partition(self) -> Partition:
         world = self.trainer.world_size if self.trainer else 1

@@ -62,7 +62,7 @@ class ShardDataset(Dataset[LoadedBatch | ShardError]):
         self.window = window
         self._transform = transform
         self._collate = collate
-        self._on_error = on_error
+        self.on_error = on_error
         self._stream: Iterator[Sample | ShardError] = iter(())
         self._stream_at: tuple[int, Spans, int] | None = None
         """The epoch, the worker range and the position in it at which the stream stands."""
@@ -92,12 +92,12 @@ class ShardDataset(Dataset[LoadedBatch | ShardError]):
             made = self._apply(sample, epoch)
             if not isinstance(made, ShardError):
                 good.append(made)
-            elif self._on_error == "raise":
+            elif self.on_error == "raise":
                 raise made
             else:
                 faults.append(str(made))
         self._stream_at = (epoch, worker_range, first + count)
-        if self._on_error == "repeat" and faults:
+        if self.on_error == "repeat" and faults:
             good = [*islice(cycle(good or self._replacements(request)), count)]
             if not good:
                 raise ShardError(f"{faults[0]} (and no other sample of the split is good)")
@@ -140,7 +140,7 @@ class ShardDataset(Dataset[LoadedBatch | ShardError]):
             return error
         except Exception as error:
             where = f"in the transform of sample {sample.key} of {sample.shard}"
-            if self._on_error != "raise":
+            if self.on_error != "raise":
                 return ShardError(f"{where}: {type(error).__name__}: {error}")
             add_note(error, where)
             raise

@@ -51,6 +51,8 @@ class ShardLoader(ABC):
         """Time that the loop has waited for batches."""
         self.num_skipped = 0
         """Damaged samples, which others stood in for or which were left out."""
+        self.may_skip = dataset.on_error != "raise"
+        """Whether damaged samples are skipped, instead of raised as errors."""
         self._last_fault = ""
 
     @abstractmethod

@@ -1,6 +1,5 @@
-"""ShardDataModule with a Trainer in one process: epochs, resume, normalisation, logging, demo data."""
+"""ShardDataModule with a Trainer in one process: epochs, resume, normalisation, demo data."""
 
-import csv
 import os
 import pickle
 import re
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor
 
@@ -362,18 +360,6 @@ def test_digits_need_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         digits_folder()
     assert not list((tmp_path / "lightning_fourmin").iterdir())
-
-
-def test_waiting_and_skipped_samples_are_logged(path: str, tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    training = trainer(logger=logger, log_every_n_steps=2, max_epochs=1)
-    training.fit(Counting(), numbers_module(path, BATCH_SIZE))
-    logger.save()
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["data_wait_ms"]]
-    assert [int(row["step"]) for row in rows] == [1, 3]
-    assert all(float(row["data_wait_ms"]) > 0 for row in rows)
-    assert all(float(row["data_skipped"]) == 0 for row in rows)
 
 
 def test_workers_end_with_the_run(path: str) -> None:
