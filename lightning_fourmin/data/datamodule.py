@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -187,8 +187,8 @@ class ShardDataModule(LightningDataModule):
         if self.trainer:
             limit = self.trainer.limit_train_batches
             num_batches = self.batches_per_epoch
-            num_taken = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
-            kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
+            max_batches = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
+            kwargs |= {"epoch": self.trainer.current_epoch, "max_batches": max_batches}
             loop = self.trainer.fit_loop.epoch_loop
             kwargs["is_at_end"] = lambda: loop.restarted_on_last
         return self._loader(TrainLoader, "train", **kwargs)
@@ -205,7 +205,8 @@ class ShardDataModule(LightningDataModule):
     def predict_dataloader(self) -> EvalLoader:
         return self.test_dataloader()
 
-    # Lightning restores the loader's own state too, but not after `trainer.estimated_stepping_batches` was asked for.
+    # Lightning keeps the loader's own state as well, but does not restore it at the end of an epoch, nor in a run whose
+    # `configure_optimizers` reads `trainer.estimated_stepping_batches` (lightning#20550).
     @override
     def state_dict(self) -> dict[str, Any]:
         return self._train_loader.state_dict() if self._train_loader is not None else {}
@@ -213,16 +214,23 @@ class ShardDataModule(LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict
-        trainer = self.trainer
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING or not state_dict.get("left"):
-            return
-        # Lightning counts the batches of the epoch, of which ranks with another global batch have another number.
+        if self.trainer is not None:
+            # Lightning restores callbacks next, so this one, too, still gets the checkpoint.
+            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+            if not any(isinstance(callback, _BatchCountFix) for callback in callbacks):
+                callbacks.append(_BatchCountFix())
+
+    def _batch_count_shift(self) -> int:
+        """The number of batches by which Lightning's count for the resumed epoch differs from that in the checkpoint.
+
+        It is not 0 where the ranks have another global batch. Raises `ShardError` if the epoch cannot be resumed.
+        """
+        if not self._state or not self._state["left"]:
+            return 0
         loader = self._make_train_loader()
-        loader.load_state_dict(state_dict)
-        shift = loader.state_dict()["num_batches"] - state_dict["num_batches"]
-        progress = trainer._checkpoint_connector._loaded_checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for name in progress["current"]:
-            progress["current"][name] += shift
+        loader.load_state_dict(self._state)
+        shift: int = loader.state_dict()["num_batches"] - self._state["num_batches"]
+        return shift
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -274,3 +282,25 @@ class ShardDataModule(LightningDataModule):
             )
         except ShardError as error:
             raise ShardError(f"split {name!r} of {self.path}: {error}") from None
+
+
+class _BatchCountFix(Callback):
+    """Corrects Lightning's count of batches when a run resumes in mid-epoch with another global batch.
+
+    Lightning's epoch ends when its count of batches reaches the length of the loader. A checkpoint has that count in
+    batches of the run that was saved; this run may have larger or smaller ones. A callback's `on_load_checkpoint` is
+    the public place to change it: it gets the whole checkpoint, after `ShardDataModule.load_state_dict` was called and
+    before the loops read their counts. `load_state_dict` itself adds the callback to the Trainer, so that a user has to
+    pass nothing but the data module. The callback has no state and stays there for later runs of the Trainer.
+    """
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, ShardDataModule):
+            return
+        if shift := data._batch_count_shift():
+            # The numbers of batches that are ready, started, processed and completed.
+            counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+            for stage in counts:
+                counts[stage] += shift

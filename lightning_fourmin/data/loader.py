@@ -1,4 +1,8 @@
-"""Loaders around torch's DataLoader that know how far an epoch got, how long the loop waited and what was skipped."""
+"""Loaders of one rank's batches, which know how far an epoch got, how long the loop waited and what was skipped.
+
+Everything here runs in the main process of a rank, in its main thread, except `_start_worker`. What worker processes do
+is in `dataset.py`.
+"""
 
 import logging
 import time
@@ -22,9 +26,14 @@ log = logging.getLogger(__name__)
 
 
 class ShardLoader(ABC):
-    """Batches of one rank, made by workers ahead of the loop.
+    """Batches of one rank, loaded by worker processes ahead of the loop.
 
-    Not a DataLoader and without a `dataset`, so that Lightning puts no sampler of its own into it.
+    The main process sends each worker the requests for its batches (`RankShare.requests`), and torch's DataLoader does
+    the transport: its sampler is the list of requests, and it goes through the workers in turn, as the requests are
+    numbered. The workers start when the first batch is asked for, in a process that has its threads and connections by
+    then, and stay until Lightning ends the run. Without workers the main process loads each batch when it is asked for.
+
+    The class is no DataLoader itself and has no attribute `dataset`, so that Lightning leaves its sampling alone.
     """
 
     def __init__(
@@ -43,26 +52,29 @@ class ShardLoader(ABC):
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor if num_workers else None
         self._pin_memory = pin_memory
-        self._queue: list[BatchRequest] = []
+        self._requests: list[BatchRequest] = []
+        """The requests of the epoch: one list for the life of the DataLoader, which reads it again for each epoch."""
         self._loader: DataLoader[Any] | None = None
-        # Under this name Lightning looks for the workers that it ends with a run; it sets the name to None then.
+        # Lightning looks for this name when a run ends: it ends the workers of the iterator and sets the name to None.
         self._iterator: Iterator[Any] | None = None
         self.wait_s = 0.0
-        """Time that the loop has waited for batches."""
+        """Seconds that the loop has waited for batches so far."""
         self.num_skipped = 0
-        """Damaged samples, which others stood in for or which were left out."""
+        """The number of damaged samples so far that others replaced or that were left out."""
         self.may_skip = dataset.on_error != "raise"
-        """Whether damaged samples are skipped, instead of raised as errors."""
+        """Whether damaged samples are skipped. Otherwise they raise errors."""
         self._last_fault = ""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """The number of batches in an epoch."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch."""
 
     def _batches(self, requests: Iterable[BatchRequest]) -> Iterator[Any]:
+        """Sends the requests and yields the batches, in the same order."""
         for loaded in self._timed(self._start(requests)):
             if isinstance(loaded, ShardError):
                 raise loaded
@@ -74,19 +86,21 @@ class ShardLoader(ABC):
                 yield loaded.batch
 
     def _start(self, requests: Iterable[BatchRequest]) -> Iterator[LoadedBatch | ShardError]:
-        self._queue[:] = requests
+        self._requests[:] = requests
         if self._iterator is None or self._loader is None:
             self._loader = DataLoader(
                 self._dataset,
                 batch_size=None,
-                sampler=self._queue,
+                sampler=self._requests,
                 num_workers=self._num_workers,
                 prefetch_factor=self._prefetch_factor,
                 persistent_workers=self._num_workers > 0,
                 pin_memory=self._pin_memory,
                 collate_fn=_as_it_is,
-                worker_init_fn=partial(_bind_to_rank, rank=self._rank),
+                worker_init_fn=partial(_start_worker, rank=self._rank),
             )
+        # With persistent workers this is the same iterator each time, at its start again. Batches of an epoch that was
+        # given up, which the workers have prepared, are dropped.
         self._iterator = iter(self._loader)
         return self._iterator
 
@@ -101,19 +115,22 @@ class ShardLoader(ABC):
 
 
 def _as_it_is(loaded: Any) -> Any:
+    """What the dataset gives is a batch already. Without this function torch would make tensors of its parts."""
     return loaded
 
 
-def _bind_to_rank(worker: int, rank: int) -> None:
-    # For transforms that do not use the generator they are given: torch seeds workers alike on all ranks.
+def _start_worker(worker: int, rank: int) -> None:
+    """The first thing that a worker process runs, whether it was forked or spawned."""
+    # Seeds are for transforms that do not use the generator they are given: torch seeds workers alike on all ranks.
     pl_worker_init_function(worker, rank)
     leave_signals_to_parent()
-    # A worker has copies of its rank's connections: the other ranks learn of a death when the last copy is gone.
+    # A forked worker has copies of its rank's connections, and the other ranks learn of the rank's death only when the
+    # last copy is closed. So it must not outlive its rank.
     end_with_parent()
 
 
 class EvalLoader(ShardLoader):
-    """Every sample once, in the order of the index."""
+    """The batches of an evaluation: every sample once, in the order of the index."""
 
     def __init__(self, dataset: ShardDataset, partition: Partition, rank: int, **kwargs: Any) -> None:
         super().__init__(dataset, partition, rank, **kwargs)
@@ -143,7 +160,24 @@ class EvalLoader(ShardLoader):
 
 
 class TrainLoader(ShardLoader):
-    """The batches of each epoch, equally many on every rank; its state resumes an epoch on any number of ranks."""
+    """The batches of each epoch, as many on every rank, and the state that resumes an epoch on any number of ranks.
+
+    The loader counts epochs by itself. An iterator that is asked for its first batch continues with what is left of the
+    epoch; if batches of it were taken before, or nothing is left, the iterator begins the next epoch instead.
+
+    Lightning's fit loop (2.6) makes these calls, in this order:
+
+    1. `load_state_dict` in a resumed run: by the data module when it makes the loader, and in most cases by Lightning
+       once more, with the same state.
+    2. `iter`, before Lightning says which epoch comes. So an iterator does nothing until its first batch is asked for.
+    3. `sampler.set_epoch`, before each epoch. A resumed loader ignores it, because Lightning may be one epoch ahead for
+       the rest of the run: it counts an epoch that `max_steps` ended in the middle as done, but resumes in it.
+    4. `iter` again, unless it is the first epoch of all or a resumed one. Then `next` for each batch.
+    5. `state_dict` for each checkpoint, after any batch or at the end of an epoch.
+
+    A run that was saved at the very end of an epoch may resume in that epoch. Where no validation has run, Lightning
+    then asks for a batch before it sees that the epoch is over. `is_at_end` tells that case: the iterator ends at once.
+    """
 
     def __init__(
         self,
@@ -154,13 +188,22 @@ class TrainLoader(ShardLoader):
         remainder: Remainder,
         num_accumulated: int = 1,
         epoch: int = 0,
-        num_taken: int | None = None,
+        max_batches: int | None = None,
         is_at_end: Callable[[], bool] = lambda: False,
         **kwargs: Any,
     ) -> None:
-        """`num_accumulated`: batches a step; `is_at_end`: whether Lightning goes on with an epoch that is at its end.
+        """Raises `ShardError` if the split does not fill one step.
 
-        `num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all.
+        Args:
+            dataset: what loads the batches; see `ShardLoader` for the arguments that are not listed here.
+            partition: the ranks, workers and batch size of this run.
+            rank: the rank whose batches these are.
+            remainder: what becomes of samples that fill no step.
+            num_accumulated: batches in a step.
+            epoch: the first epoch.
+            max_batches: where a Trainer has the loader made, the number of batches after which it ends an epoch.
+            is_at_end: whether Lightning has resumed in an epoch of which it had seen all batches.
+            **kwargs: for `ShardLoader`.
         """
         super().__init__(dataset, partition, rank, **kwargs)
         num_samples = dataset.split.num_samples
@@ -176,47 +219,35 @@ class TrainLoader(ShardLoader):
                 f"{partition.global_batch * num_accumulated} ({partition.world} ranks x "
                 f"{partition.batch_size}{times}): lower {lower}, or set remainder='wrap'"
             )
-        self._knows_ranks = num_taken is not None
-        """Whether a Trainer has it made."""
-        self._num_taken = self._num_batches if num_taken is None else num_taken
+        self._is_in_trainer = max_batches is not None
+        self._max_batches = self._num_batches if max_batches is None else max_batches
         self._is_at_end = is_at_end
+        self._is_resumed = False
         self._begin(epoch)
-        self._restored = False
-        """Whether it was said where to go on, which counts more than the epoch that Lightning says next."""
-        self._over = False
-        """Whether Lightning, as it does with max_steps, goes on with an epoch that has nothing left."""
-        self._num_ahead = 0
-        """Epochs that Lightning counts more than we: with max_steps it takes one that it goes on with for done."""
 
     @property
     def sampler(self) -> "TrainLoader":
-        """Where Lightning looks for `set_epoch`."""
+        """The loader itself: Lightning calls `set_epoch` of what it finds under this name."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch, unless that is the one under way."""
-        if not self._knows_ranks and dist.is_initialized() and dist.get_world_size() > 1:
+        """Goes to the start of an epoch, unless the loader is in that epoch or was resumed."""
+        if not self._is_in_trainer and dist.is_initialized() and dist.get_world_size() > 1:
             raise ShardError(
                 "this loader was made outside of the Trainer, for one rank, so every rank would read all samples: give "
                 "the data module itself to the Trainer"
             )
-        if self._restored:
-            self._restored = False
-            self._over = not self._left and self._is_at_end()
-            self._num_ahead = epoch - self._epoch if self._left or self._over else 0
-            return
-        self._over = False
-        if epoch - self._num_ahead != self._epoch:
-            self._begin(epoch - self._num_ahead)
+        if not self._is_resumed and epoch != self._epoch:
+            self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         self._left = self._whole
-        """What was left when the first batch was asked for."""
-        self._num_delivered = 0
-        """Batches since then."""
+        """The positions that were left when the first batch was asked for."""
         self._num_before = 0
-        """Batches of the epoch before then."""
+        """The number of batches of the epoch before that."""
+        self._num_taken = 0
+        """The number of batches that were taken since."""
 
     @override
     def __len__(self) -> int:
@@ -224,19 +255,18 @@ class TrainLoader(ShardLoader):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # Nothing happens before the first batch is asked for: Lightning tells the epoch after it has made the iterator.
-        if self._over:
+        if not self._left and self._is_at_end():
             return
-        if self._num_delivered or not self._left:
+        if self._num_taken or not self._left:
             self._begin(self._epoch + 1)
         for batch in self._batches(self._partition.train(self._left, self._rank).requests(self._epoch)):
-            self._num_delivered += 1
+            self._num_taken += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch got: the same on every rank, whatever the workers have prepared."""
-        num_batches = self._num_before + self._num_delivered
-        left = self._partition.left(self._left, self._num_delivered) if num_batches < self._num_taken else ()
+        """How far the epoch got. It is the same on every rank, and what workers have prepared does not count."""
+        num_batches = self._num_before + self._num_taken
+        left = self._partition.left(self._left, self._num_taken) if num_batches < self._max_batches else ()
         return {
             "epoch": self._epoch,
             "num_batches": num_batches,
@@ -246,11 +276,15 @@ class TrainLoader(ShardLoader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where another loader was; ranks with another global batch divide what is left anew."""
+        """Continues where another loader was. Ranks with another global batch divide what is left among themselves.
+
+        Raises `ShardError` if the rest of the epoch would not be the same samples, or would fill no batch.
+        """
         left = tuple(Span(*span) for span in state["left"])
         if left:
             fixed = self._identity()
-            if self._num_taken != self._num_batches:
+            if self._max_batches != self._num_batches:
+                # The limit is a number of batches. Batches of another size would reach it at another sample.
                 fixed["global_batch"] = self._partition.global_batch
             for name, here in fixed.items():
                 if state[name] != here:
@@ -267,8 +301,9 @@ class TrainLoader(ShardLoader):
                 f"batch of {self._partition.global_batch}: lower batch_size, or resume from a checkpoint of the end of "
                 "an epoch"
             )
+        # Counted from the end, since the epoch ends for Lightning when the count is the length of the loader.
         self._num_before = self._num_batches - self._partition.num_batches(self._left) if left else state["num_batches"]
-        self._restored = True
+        self._is_resumed = True
 
     def _identity(self) -> dict[str, Any]:
         """What must not change within an epoch."""

@@ -219,6 +219,22 @@ def test_another_global_batch_in_mid_epoch(
     assert sum(map(len, second)) == NUM_SAMPLES // whole_step * whole_step
 
 
+def test_a_trainer_that_resumes_twice_counts_right_both_times(path: str, tmp_path: Path) -> None:
+    """What corrects Lightning's count of batches stays in the Trainer, and must not do so for another checkpoint."""
+    for at in (1, 3):
+        fit(path, callbacks=[SaveAt(tmp_path / f"{at}.ckpt", "batch", at)], max_epochs=1)
+    ends = Ends()
+    training = trainer(max_epochs=1, callbacks=[ends])
+    num_callbacks = []
+    # Of the 20 samples in batches of 4, 16 or 8 are left. The last run has the batches of the checkpoint.
+    for at, batch_size, num_batches in ((1, 3, 5), (3, 3, 2), (1, 3, 5), (1, BATCH_SIZE, 4)):
+        ends.seen.clear()
+        training.fit(Counting(), numbers_module(path, batch_size), ckpt_path=tmp_path / f"{at}.ckpt")
+        assert [is_last for is_last, _ in ends.seen] == [False] * (num_batches - 1) + [True]
+        num_callbacks.append(len(training.callbacks))
+    assert len(set(num_callbacks)) == 1
+
+
 def test_another_global_batch_that_the_rest_does_not_fill(path: str, tmp_path: Path) -> None:
     for hook, at in (("batch", 2), ("epoch", NUM_BATCHES)):
         fit(path, callbacks=[SaveAt(tmp_path / f"{hook}.ckpt", hook, at)])

@@ -167,6 +167,35 @@ def test_a_state_continues_with_the_very_batches(split: Split, folder: Path, pro
         assert take(loader) == expected[8:]
 
 
+@pytest.mark.parametrize("num_batches", [3, None])
+def test_a_resumed_loader_counts_epochs_by_itself(split: Split, folder: Path, num_batches: int | None) -> None:
+    """Lightning's number of the epoch may be one ahead there."""
+    whole = train_loader(split, folder)
+    expected = [batch for _ in range(3) for batch in take(whole)]
+    first = train_loader(split, folder)
+    seen = take(first, num_batches)
+    loader = train_loader(split, folder)
+    loader.load_state_dict(first.state_dict())
+    for epoch in (1, 2, 3):
+        loader.set_epoch(epoch)
+        seen += take(loader)
+    assert seen[: len(expected)] == expected
+
+
+def test_at_the_end_of_an_epoch_an_iterator_may_be_empty(split: Split, folder: Path) -> None:
+    """Lightning may ask for one more batch of a resumed epoch."""
+    epochs = train_loader(split, folder)
+    state = train_loader(split, folder).state_dict() | {"left": [], "num_batches": 8}
+    at_end = [True]
+    options = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": False, "remainder": "drop"}
+    loader = TrainLoader(dataset(split, folder), ONE_RANK, 0, is_at_end=lambda: at_end[0], **options)
+    loader.load_state_dict(state)
+    assert take(loader) == []
+    at_end[0] = False
+    take(epochs)
+    assert take(loader) == take(epochs)
+
+
 def test_a_state_is_the_same_on_every_rank(split: Split, folder: Path) -> None:
     states = []
     for rank in range(4):
