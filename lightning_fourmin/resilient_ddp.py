@@ -13,17 +13,18 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import override
 
-from lightning_fourmin.errors import CheckpointError, LostRankError
+from lightning_fourmin.errors import CheckpointError
 from lightning_fourmin.faults.checkpoint_io import AtomicCheckpointIO, refuse_foreign
 from lightning_fourmin.faults.launcher import PatientLauncher
-from lightning_fourmin.faults.missing_ranks import RollCall
+from lightning_fourmin.faults.missing_ranks import MissingRanks
 from lightning_fourmin.faults.restart_store import shares_agents_store, store_of_attempt
 
 
 class ResilientDDPStrategy(DDPStrategy):
     """What `FourMinStrategy` adds to DDP for the day when something fails."""
 
-    _roll_call: RollCall | None = None
+    _missing_ranks: MissingRanks | None = None
+    _stall_warning_s: float | None = None
     _checkpoint_path: Any = None
 
     @property
@@ -102,20 +103,17 @@ class ResilientDDPStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._roll_call = RollCall(self.end_waits) if self.world_size > 1 else None
-
-    def end_waits(self, error: LostRankError) -> None:
-        """Called in a thread when another rank is gone: this one shall not wait for ranks that wait for it."""
+        self._missing_ranks = MissingRanks(self._stall_warning_s) if self.world_size > 1 else None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._roll_call is not None and isinstance(exception, Exception):
-            self._roll_call.explain(exception)
+        if self._missing_ranks is not None and isinstance(exception, Exception):
+            self._missing_ranks.explain(exception)
 
     @override
     def teardown(self) -> None:
-        if self._roll_call is not None:
-            self._roll_call.close()
-            self._roll_call = None
+        if self._missing_ranks is not None:
+            self._missing_ranks.close()
+            self._missing_ranks = None
         super().teardown()

@@ -34,7 +34,6 @@ from lightning_fourmin.allreduce.table_selection import choose_cuts, choose_tabl
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.allreduce.trace import Trace
 from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
-from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.options import WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision.plugin import FourMinPrecision
 from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
@@ -91,6 +90,7 @@ class FourMinStrategy(ResilientDDPStrategy):
         if own_caps and fusion_mb is not None:
             raise ValueError(f"fusion_mb and {own_caps.pop()} both set the size of buckets: give one of them")
         super().__init__(**kwargs)
+        self._stall_warning_s = stall_warning_s
         self._ddp_cuts = bool(own_caps)
         self._topology: Topology | None = None
         self._engine: Engine | None = None
@@ -217,16 +217,11 @@ class FourMinStrategy(ResilientDDPStrategy):
             self.wire_dtype,
             self._options.predivide,
             shared_bytes=bytes_a_step,
-            stall_warning_s=self._options.stall_warning_s,
+            missing_ranks=self._missing_ranks,
             trace=self._trace,
         )
         self.model.register_comm_hook(self._engine, all_reduce_hook)
         self._announce(self._engine)
-
-    @override
-    def end_waits(self, error: LostRankError) -> None:
-        if self._engine is not None:
-            self._engine.fail(error)
 
     def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
         options = self._options

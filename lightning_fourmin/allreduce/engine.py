@@ -38,7 +38,7 @@ from lightning_fourmin.allreduce.shared_memory import SharedArena
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.allreduce.trace import Trace, now_ns
-from lightning_fourmin.faults.stall_watch import StallWatch, Wait
+from lightning_fourmin.faults.missing_ranks import MissingRanks, Wait
 from lightning_fourmin.notes import add_note
 
 WHOLE_BYTES = 32 * 1024
@@ -61,10 +61,13 @@ class Engine:
         wire_dtype: torch.dtype | None = None,
         predivide: float | None = None,
         shared_bytes: int = 0,
-        stall_warning_s: float | None = None,
+        missing_ranks: MissingRanks | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`shared_bytes`: what a step puts on the wire; shared memory of that size serves the ranks of a node."""
+        """`shared_bytes`: what a step puts on the wire; shared memory of that size serves the ranks of a node.
+
+        `missing_ranks` is told what the engine waits for until `close`, and says who has not arrived.
+        """
         self.topology, self.table, self.wire_dtype = topology, table, wire_dtype
         self.meter: Meter | None = None
         """Set it to measure; it may be set at any time between steps."""
@@ -95,16 +98,15 @@ class Engine:
         self._held: list[Piece] = []
         self._trace = trace
         self._busy: dict[str, tuple[float, Piece]] = {}
-        # On CUDA no thread of ours waits: NCCL's watchdog speaks there.
-        self._stall_watch = None
-        if stall_warning_s is not None and not on_cuda:
-            self._stall_watch = StallWatch(stall_warning_s, self._waits, groups.number)
+        self._missing_ranks = missing_ranks
         self._threads = [
             threading.Thread(target=self._run_stage, args=(stage, i), name=f"fourmin-{stage}", daemon=True)
             for i, stage in enumerate(in_threads)
         ]
         for thread in self._threads:
             thread.start()
+        if missing_ranks is not None:
+            missing_ranks.watch(self)
 
     def submit(self, gradients: Tensor, index: int, is_last: bool = True) -> Future[Tensor]:
         """Starts the all-reduce of a flat bucket, number `index` of its step; the future holds the mean over all ranks.
@@ -186,8 +188,8 @@ class Engine:
 
     def close(self) -> None:
         """Stops the threads; one that is still blocked in the backend after a bounded wait is left as a daemon."""
-        if self._stall_watch is not None:
-            self._stall_watch.close()
+        if self._missing_ranks is not None:
+            self._missing_ranks.forget(self)
         if self._queues:
             self._queues[0].put(None)
         deadline = time.monotonic() + (0.0 if self._error is not None else JOIN_S)
@@ -256,11 +258,14 @@ class Engine:
     def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
         wait = self._wait_of(since_s, piece)
         add_note(error, f"in {wait.what}")
-        if self._stall_watch is not None and (who := self._stall_watch.explain(wait)) is not None:
+        if self._missing_ranks is None or self._streams:
+            return
+        if (who := self._missing_ranks.explain_wait(wait)) is not None:
             add_note(error, who)
 
-    def _waits(self) -> list[Wait]:
-        return [self._wait_of(*busy) for busy in list(self._busy.values())]
+    def waits(self) -> list[Wait]:
+        """What the stages are doing; on CUDA nothing of it waits, and NCCL's watchdog speaks there."""
+        return [] if self._streams else [self._wait_of(*busy) for busy in list(self._busy.values())]
 
     def _wait_of(self, since_s: float, piece: Piece) -> Wait:
         missing_rank = None if piece.pending is None else piece.pending.missing_rank

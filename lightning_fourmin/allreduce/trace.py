@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fourmin.allreduce.broadcast_object import agreed
-from lightning_fourmin.faults.own_store import own_store
+from lightning_fourmin.faults.missing_ranks import own_store
 from lightning_fourmin.files import write_whole
 
 log = logging.getLogger(__name__)
