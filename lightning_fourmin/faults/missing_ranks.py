@@ -31,8 +31,8 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_fourmin._lightning import get_default_store
 from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.text import rank_list
 
@@ -373,6 +373,6 @@ def own_store(purpose: str) -> dist.Store:
 
     A connection that waits holds up nobody else's. Keys that are not there are waited for up to `STORE_ANSWER_S`.
     """
-    store = _get_default_store().clone()  # type: ignore[attr-defined]
+    store = get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=STORE_ANSWER_S))
     return dist.PrefixStore(f"fourmin/{purpose}", store)

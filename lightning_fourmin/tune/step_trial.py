@@ -27,7 +27,7 @@ from lightning_fourmin.allreduce.measure_table import Progress, timed_ms
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.buffers import only_batch_norm_statistics
+from lightning_fourmin.strategy import only_batch_norm_statistics
 
 NUM_WARMUP, NUM_TIMED = 2, 3
 """Steps: DDP cuts its buckets anew after the first one."""
