@@ -1,6 +1,7 @@
 """Gradients that are not finite: found after the all-reduce, also where a rank keeps some, and put into words."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def all_finite(gradients: list[Tensor]) -> bool:
-    if not gradients:
-        return True
-    found = torch.zeros((), device=gradients[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_([_values(g) for g in gradients], found, torch.ones_like(found))
-    return not found.item()
+def unscale(gradients: Iterable[Tensor], factor: float) -> list[Tensor]:
+    """Multiplies gradients by a factor and notes, where it can in the same pass, whether they are finite afterwards.
+
+    Every device gets a flag, a tensor on it that is not 0 if one of its gradients is not finite. Nothing here waits for
+    a device: `any_set` does.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    flags = []
+    for device, on_device in by_device.items():
+        flag = torch.zeros((), device=device)
+        one_pass: list[Tensor] = []
+        two_passes: list[Tensor] = []
+        for gradient in on_device:
+            # The kernel multiplies by a number in FP32, so it would round for float64. And it looks at what it reads:
+            # what a factor above 1 (a loss scale below 1) makes overflow it would not see.
+            fits = factor <= 1 and gradient.dtype is torch.float32 and gradient.layout is torch.strided
+            (one_pass if fits else two_passes).append(gradient)
+        if one_pass:
+            torch._amp_foreach_non_finite_check_and_unscale_(one_pass, flag, torch.full_like(flag, factor))
+        if two_passes:
+            if factor != 1:
+                torch._foreach_mul_(two_passes, factor)
+            values = [_values(gradient) for gradient in two_passes]
+            torch._amp_foreach_non_finite_check_and_unscale_(values, flag, torch.ones_like(flag))
+        flags.append(flag)
+    return flags
+
+
+def any_set(flags: list[Tensor]) -> bool:
+    """Reads flags that `unscale` has made; waits for their devices."""
+    return any(bool(flag) for flag in flags)
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether all values of all gradients are finite; waits for their devices."""
+    return not any_set(unscale(gradients, 1.0))
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_fourmin.precision.cpu_half_ops import HALVES, HalfKernels, needs_half_kernels
 from lightning_fourmin.precision.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
 from lightning_fourmin.precision.norm_layers import keep_norms_in_fp32, tensors_of_norms
-from lightning_fourmin.precision.overflow import BadStep, all_finite, losses_of_ranks, outside_of, ranks_differ
+from lightning_fourmin.precision.overflow import BadStep, all_finite, any_set, losses_of_ranks, ranks_differ, unscale
 from lightning_fourmin.precision.weight_copies import StandIns
 
 COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -69,14 +69,14 @@ class FourMinPrecision(HalfPrecision):
         self._half_kernels = half_kernels
         self._kernels: AbstractContextManager[Any] = nullcontext()
         self._module: nn.Module | None = None
-        self._outside: list[nn.Parameter] = []
-        """Parameters that optimizers have and the module does not."""
         self._ranks_differ = False
         self._widened: dict[str, Tensor] = {}
         """By name: what the module has brought in 16 bit and trains or normalises with."""
         self._stand_ins: StandIns | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
+        self._overflow_flags: list[Tensor] | None = None
+        """What the last backward pass found in the gradients of the optimizer; None: look before the step."""
         self._first_bad: dict[int, BadStep] = {}
         """By optimizer: the first of the steps in a row that were skipped up to now."""
 
@@ -103,7 +103,6 @@ class FourMinPrecision(HalfPrecision):
         wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
         self._kernels = HalfKernels() if wanted else nullcontext()
         assert self._module is not None
-        self._outside = outside_of(self._module, optimizers)
         self._ranks_differ = ranks_differ(self._module, optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -133,7 +132,8 @@ class FourMinPrecision(HalfPrecision):
         loss = super().pre_backward(tensor, module).float()
         self._loss = loss.detach()
         # Gradients of earlier backward passes that this one adds to, and that the all-reduce takes with it.
-        self._scale_gradients(self.loss_scale.value)
+        if self.loss_scale.value != 1 and (gradients := self._gradients(module)):
+            torch._foreach_mul_(list(gradients.values()), self.loss_scale.value)
         return loss * self.loss_scale.value
 
     @override
@@ -147,17 +147,38 @@ class FourMinPrecision(HalfPrecision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        self._scale_gradients(1 / self.loss_scale.value)
+        # Before the hooks `on_after_backward`, which run in here.
+        self._overflow_flags = self._unscale(module)
         return super().post_backward(tensor, module)
+
+    def _unscale(self, module: LightningModule) -> list[Tensor] | None:
+        """Divides all gradients by the loss scale; where that decides on the next step, gives the flags of overflow."""
+        factor = 1 / self.loss_scale.value
+        if factor == 1:
+            return None
+        gradients = self._gradients(module)
+        if _others_may_change_gradients(module):
+            if gradients:
+                torch._foreach_mul_(list(gradients.values()), factor)
+            return None
+        # A step does not depend on gradients of parameters that the optimizer does not have.
+        (optimizer,) = module.trainer.optimizers
+        mine = set(self.main_params(optimizer))
+        rest = [gradient for parameter, gradient in gradients.items() if parameter not in mine]
+        if rest:
+            torch._foreach_mul_(rest, factor)
+        return unscale([gradient for parameter, gradient in gradients.items() if parameter in mine], factor)
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert self._stand_ins is not None
+        # Those of an earlier backward pass say nothing if this closure ends without one.
+        self._overflow_flags = None
         result = closure()
         number = next(i for i, other in enumerate(model.trainer.optimizers) if other is optimizer)
-        finite = all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
+        finite = self._is_finite(optimizer)
         if self._ranks_differ:
             finite = model.trainer.strategy.reduce_boolean_decision(finite)
         if finite:
@@ -173,6 +194,13 @@ class FourMinPrecision(HalfPrecision):
         self.loss_scale.update(finite, number)
         self._report(model, number)
         return result
+
+    def _is_finite(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer may step, as this rank sees it: the first that waits for the device since backward."""
+        flags, self._overflow_flags = self._overflow_flags, None
+        if flags is not None:
+            return not any_set(flags)
+        return all_finite(p.grad for p in self.main_params(optimizer) if p.grad is not None)
 
     def _report(self, model: LightningModule, optimizer: int) -> None:
         scale = self.loss_scale
@@ -197,11 +225,11 @@ class FourMinPrecision(HalfPrecision):
             "rate, or try dtype='bf16' or precision='32-true'"
         )
 
-    def _scale_gradients(self, factor: float) -> None:
-        assert self._module is not None
-        gradients = [p.grad for p in chain(self._module.parameters(), self._outside) if p.grad is not None]
-        if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+    def _gradients(self, module: LightningModule) -> dict[nn.Parameter, Tensor]:
+        """All gradients there are, those of parameters included that optimizers have and the module does not."""
+        optimizers = module.trainer.optimizers
+        parameters = chain(module.parameters(), *(self.main_params(optimizer) for optimizer in optimizers))
+        return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
 
     @property
     def _device(self) -> torch.device:
@@ -228,8 +256,26 @@ class FourMinPrecision(HalfPrecision):
         for hook in self._hooks:
             hook.remove()
         self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
-        self._kernels, self._outside, self._widened = nullcontext(), [], {}
+        self._kernels, self._widened, self._overflow_flags = nullcontext(), {}, None
         super().teardown()
+
+
+def _others_may_change_gradients(module: LightningModule) -> bool:
+    """Whether code of the user runs between the end of a backward pass and the decision on the step.
+
+    It may mend or spoil gradients (clip them, set them to 0), and the decision is about what it leaves. The version
+    counters of tensors would not tell: writing through `.data` does not change them.
+    """
+    if not module.automatic_optimization or _overrides(module, LightningModule, "optimizer_step"):
+        return True
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return _overrides(module, LightningModule, "on_after_backward") or any(
+        _overrides(callback, Callback, "on_after_backward") for callback in callbacks
+    )
+
+
+def _overrides(instance: object, base: type, method: str) -> bool:
+    return getattr(getattr(instance, method), "__func__", None) is not getattr(base, method)
 
 
 def _check_loss_scale(dtype: str, loss_scale: float | str) -> None:

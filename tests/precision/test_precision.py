@@ -14,39 +14,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_fourmin import FourMinPrecision, FourMinStrategy
 from lightning_fourmin.precision.cpu_half_ops import HalfKernels
-from tests.support.half_training import Net, fit, images, seeded, state, trainer, weights
+from tests.support.half_training import Net, fit, images, loss_by_hand, seeded, state, trainer, weights
 
 DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class Round(torch.autograd.Function):
-    """Rounds to 16 bit and back, a value on its way forward and its gradient on its way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return x.to(dtype).float()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient.to(ctx.dtype).float(), None
 
 
 def train_by_hand(num_batches: int, dtype: torch.dtype, scale: float) -> Tensor:
     """All in FP32, with every rounding of 16-bit training written out."""
     net = seeded()
     optimizer = net.configure_optimizers()
-
-    def rounded(x: Tensor) -> Tensor:
-        return Round.apply(x, dtype)
-
-    for x, y in images(num_batches):
-        hidden = rounded(F.conv2d(rounded(x), rounded(net.conv.weight), rounded(net.conv.bias)))
-        hidden = torch.relu(rounded(net.norm(hidden))).flatten(1)
-        logits = rounded(F.linear(hidden, rounded(net.head.weight), rounded(net.head.bias)))
+    for batch in images(num_batches):
         optimizer.zero_grad()
-        (F.cross_entropy(logits, y) * scale).backward()
+        (loss_by_hand(net, batch, dtype) * scale).backward()
         for parameter in net.parameters():
             parameter.grad /= scale
         optimizer.step()
