@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fourmin.precision.cpu_half_ops import HalfKernels
+from lightning_fourmin.precision.cpu_half_ops import CpuHalfOps
 
 
 class NaiveHalfPrecision(HalfPrecision):
@@ -20,17 +20,17 @@ class NaiveHalfPrecision(HalfPrecision):
 
     def __init__(self) -> None:
         super().__init__("16-true")
-        self._kernels = HalfKernels()
+        self._half_ops = CpuHalfOps()
 
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        with super().forward_context(), self._kernels:
+        with super().forward_context(), self._half_ops:
             yield
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with self._kernels:
+        with self._half_ops:
             super().backward(tensor, model, optimizer, *args, **kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fourmin.precision.norm_layers import NORM_LAYERS
+from lightning_fourmin.precision.weight_copies import NORM_LAYERS
 
 
 def param_groups(

@@ -43,7 +43,7 @@ _BF16_UNITS = ("avx512_bf16", "bf16")
 """What `torch.cpu.get_capabilities` calls the units that multiply in BF16, on x86 and ARM."""
 
 
-def needs_half_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+def needs_cpu_half_ops(device: torch.device, dtype: torch.dtype) -> bool:
     """True where torch's own kernels are slow or not to be relied on.
 
     Units for FP16 do not make a step fast: with avx512_fp16 the backward pass of a convolution takes a hundred times as
@@ -55,7 +55,7 @@ def needs_half_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype is torch.float16 or bool(found.get("amx_tile")) or not any(map(found.get, _BF16_UNITS))
 
 
-class HalfKernels(TorchDispatchMode):
+class CpuHalfOps(TorchDispatchMode):
     """While active in a thread, products of FP16 or BF16 CPU tensors run in FP32 and are rounded to the dtype.
 
     Backward passes need it as much as forward passes. A net compiled with `torch.compile` runs uncompiled in it.

@@ -17,11 +17,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fourmin.precision.cpu_half_ops import HALVES, HalfKernels, needs_half_kernels
+from lightning_fourmin.precision.cpu_half_ops import HALVES, CpuHalfOps, needs_cpu_half_ops
 from lightning_fourmin.precision.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
-from lightning_fourmin.precision.norm_layers import keep_norms_in_fp32, tensors_of_norms
 from lightning_fourmin.precision.overflow import BadStep, all_finite, any_set, losses_of_ranks, ranks_differ, unscale
-from lightning_fourmin.precision.weight_copies import StandIns
+from lightning_fourmin.precision.weight_copies import WeightCopies, keep_norms_in_fp32, tensors_of_norms
 
 COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -67,12 +66,12 @@ class FourMinPrecision(HalfPrecision):
         else:
             self.loss_scale = LossScale(float(loss_scale), dynamic=False)
         self._half_kernels = half_kernels
-        self._kernels: AbstractContextManager[Any] = nullcontext()
+        self._half_ops: AbstractContextManager[Any] = nullcontext()
         self._module: nn.Module | None = None
         self._ranks_differ = False
         self._widened: dict[str, Tensor] = {}
         """By name: what the module has brought in 16 bit and trains or normalises with."""
-        self._stand_ins: StandIns | None = None
+        self._weight_copies: WeightCopies | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
         self._overflow_flags: list[Tensor] | None = None
@@ -87,7 +86,7 @@ class FourMinPrecision(HalfPrecision):
             if tensor.dtype in HALVES and (tensor.requires_grad or tensor in of_norms):
                 tensor.data = tensor.data.float()
                 self._widened[name] = tensor
-        self._module, self._stand_ins = module, StandIns(module, self.dtype)
+        self._module, self._weight_copies = module, WeightCopies(module, self.dtype)
         self._hooks = keep_norms_in_fp32(module)
         return module
 
@@ -100,8 +99,8 @@ class FourMinPrecision(HalfPrecision):
                 "LBFGS evaluates the loss several times a step, and a step cannot be skipped after that: use another "
                 "optimizer, or precision='32-true'"
             )
-        wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
-        self._kernels = HalfKernels() if wanted else nullcontext()
+        wanted = needs_cpu_half_ops(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
+        self._half_ops = CpuHalfOps() if wanted else nullcontext()
         assert self._module is not None
         self._ranks_differ = ranks_differ(self._module, optimizers)
         return super().connect(model, optimizers, lr_schedulers)
@@ -117,10 +116,10 @@ class FourMinPrecision(HalfPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        assert self._stand_ins is not None
+        assert self._weight_copies is not None
         # No cache of autocast's own: it would outlive an optimizer's step inside of this one.
         autocast = torch.autocast(self._device.type, dtype=self.dtype, cache_enabled=False)
-        with self._stand_ins.active(), self._kernels, autocast:
+        with self._weight_copies.active(), self._half_ops, autocast:
             yield
 
     @override
@@ -140,9 +139,9 @@ class FourMinPrecision(HalfPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        assert self._stand_ins is not None
+        assert self._weight_copies is not None
         # Checkpointed layers run their forward again in here.
-        with self._stand_ins.active(), self._kernels, torch.autocast(self._device.type, enabled=False):
+        with self._weight_copies.active(), self._half_ops, torch.autocast(self._device.type, enabled=False):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
@@ -173,7 +172,7 @@ class FourMinPrecision(HalfPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        assert self._stand_ins is not None
+        assert self._weight_copies is not None
         # Those of an earlier backward pass say nothing if this closure ends without one.
         self._overflow_flags = None
         result = closure()
@@ -184,7 +183,7 @@ class FourMinPrecision(HalfPrecision):
         if finite:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
-            self._stand_ins.refresh()
+            self._weight_copies.refresh()
             self._first_bad.pop(number, None)
         else:
             if number not in self._first_bad:
@@ -255,8 +254,8 @@ class FourMinPrecision(HalfPrecision):
     def teardown(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
-        self._kernels, self._widened, self._overflow_flags = nullcontext(), {}, None
+        self._module, self._weight_copies, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
+        self._half_ops, self._widened, self._overflow_flags = nullcontext(), {}, None
         super().teardown()
 
 

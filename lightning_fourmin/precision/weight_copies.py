@@ -7,15 +7,24 @@ outside of a step   both               -> the FP32 masters
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fourmin.precision.norm_layers import NORM_LAYERS
+from lightning_fourmin.precision.cpu_half_ops import HALVES
 
+NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+"""Subclasses count: a layer is known by its type, whatever its `forward` does."""
+_MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm)}
+"""These call kernels that read 16-bit activations and compute in FP32. On a GPU that saves memory traffic; on a CPU the
+kernels are slower than two casts. Autocast itself casts the inputs of the others."""
 _IN_FP32 = (*NORM_LAYERS, ParametrizationList)
 """Keep their parameters: a weight that is computed (spectral norm) is so in FP32, and products round the result."""
 _Copies = dict[tuple[bool, bool], dict[Tensor, Tensor]]
@@ -55,7 +64,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
         return dict, (list(self.items()),)
 
 
-class StandIns:
+class WeightCopies:
     """The copies of one module; norm layers and computed weights keep their FP32 parameters."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -89,3 +98,31 @@ class StandIns:
     def refresh(self) -> None:
         """Forgets the copies: the masters have changed."""
         self._copies.clear()
+
+
+def tensors_of_norms(module: nn.Module) -> set[Tensor]:
+    """Parameters and buffers of all norm layers of a module."""
+    layers = (layer for layer in module.modules() if isinstance(layer, NORM_LAYERS))
+    return {t for layer in layers for t in chain(layer.parameters(recurse=False), layer.buffers(recurse=False))}
+
+
+def keep_norms_in_fp32(module: nn.Module) -> list[RemovableHandle]:
+    """Hooks for all norm layers of a module that cast at their borders; float64 stays as it is."""
+    handles = []
+    for layer in module.modules():
+        if isinstance(layer, NORM_LAYERS):
+            handles.append(layer.register_forward_pre_hook(_inputs_to_fp32))
+            handles.append(layer.register_forward_hook(_output_to_16_bit))
+    return handles
+
+
+def _inputs_to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    if type(layer).forward in _MIXED_FORWARDS and inputs and inputs[0].device.type != "cpu":
+        return inputs
+    return tuple(x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x for x in inputs)
+
+
+def _output_to_16_bit(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, Tensor) and output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
+        return output.to(torch.get_autocast_dtype(output.device.type))
+    return output

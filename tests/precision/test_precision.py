@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_fourmin import FourMinPrecision, FourMinStrategy
-from lightning_fourmin.precision.cpu_half_ops import HalfKernels
+from lightning_fourmin.precision.cpu_half_ops import CpuHalfOps
 from tests.support.half_training import Net, fit, images, loss_by_hand, seeded, state, trainer, weights
 
 DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -310,4 +310,4 @@ class Watched(Net):
 def test_fp16_products_are_in_fp32_on_every_cpu_unless_told_otherwise(wanted: bool | None) -> None:
     net = seeded(Watched)
     fit(net, FourMinPrecision(half_kernels=wanted), num_batches=1)
-    assert [type(mode) for mode in net.modes] == ([HalfKernels] if wanted is None else [])
+    assert [type(mode) for mode in net.modes] == ([CpuHalfOps] if wanted is None else [])
