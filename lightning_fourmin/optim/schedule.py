@@ -35,6 +35,7 @@ class GlobalBatch:
         return self.rank_batch * self.world_size * self.num_accumulated
 
     def __str__(self) -> str:
+        """Returns the arithmetic, such as `32 a rank x 8 ranks = 256`."""
         accumulated = f" x {self.num_accumulated} accumulated" if self.num_accumulated > 1 else ""
         return f"{self.rank_batch:,d} a rank x {plural(self.world_size, 'rank')}{accumulated} = {self.size:,d}"
 
@@ -107,6 +108,7 @@ class Schedule(ABC):
     """The rate of the first step."""
 
     def __post_init__(self) -> None:
+        """Refuses fields that make no sense."""
         if self.base_batch is not None and self.base_batch < 1:
             raise ValueError(f"base_batch={self.base_batch} must be at least 1, or None to take the rate as it is")
         for name in ("warmup_epochs", "warmup_steps", "warmup_start_lr"):

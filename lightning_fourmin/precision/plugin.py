@@ -1,15 +1,19 @@
-"""The precision plugin: forward and backward in FP16 or BF16, FP32 master weights, loss scale."""
+"""The precision plugin: forward and backward in FP16 or BF16, FP32 master weights, loss scale.
+
+masters --cast--> 16-bit copies --forward, backward--> scaled gradients --all-reduce--> unscale --> optimizer's step
+ FP32             weight_copies       x loss_scale          FP32           16-bit wire   + check    or step skipped
+"""
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -23,6 +27,7 @@ from lightning_fourmin.precision.overflow import BadStep, all_finite, any_set, l
 from lightning_fourmin.precision.weight_copies import WeightCopies, keep_norms_in_fp32, tensors_of_norms
 
 COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""The dtypes that steps compute in, by the names that users give."""
 
 
 class FourMinPrecision(HalfPrecision):
@@ -34,15 +39,20 @@ class FourMinPrecision(HalfPrecision):
     computed in FP32 and products take FP32 tensors (buffers such as position encodings, tensors made in the step) as
     16-bit ones. FP32 tensors of a batch arrive in 16 bit; float64 tensors arrive as they are.
 
-    Outside of the backward pass gradients are FP32 and unscaled: hooks, clipping and optimizers need to know nothing.
-    A step with a non-finite gradient on any rank is skipped on all of them, and counted: `fourmin/skipped_steps` and
-    `fourmin/loss_scale` are logged.
+    Outside of the backward pass gradients are FP32 and unscaled, so hooks, clipping and optimizers work as in FP32. A
+    step with a gradient that is not finite on any rank is skipped on all of them, and counted: `fourmin/skipped_steps`
+    and `fourmin/loss_scale` are logged.
+
+    Lightning calls the methods of a plugin in this order, all from the thread that trains: `convert_module` (checkpoint
+    weights are in the module by then), `connect` (optimizers exist), then for each batch `forward_context`,
+    `pre_backward`, `backward` and `post_backward`. The batch before a step does so in the closure that `optimizer_step`
+    gets. In manual optimization everything, `optimizer_step` included, runs inside of `forward_context`.
 
     Args:
         dtype: "fp16" or "bf16".
         loss_scale: "dynamic" or a number; BF16 has FP32's range and is not scaled.
-        half_kernels: compute products in FP32 and round them (see `half_kernels`); None: on CPUs, but for BF16 where
-            they have units for it.
+        half_kernels: Whether products are computed in FP32 and rounded (see `cpu_half_ops`). None: on CPUs they are,
+            except for BF16 on CPUs that have units for it.
 
     Example:
         ```python
@@ -70,17 +80,20 @@ class FourMinPrecision(HalfPrecision):
         self._module: nn.Module | None = None
         self._ranks_differ = False
         self._widened: dict[str, Tensor] = {}
-        """By name: what the module has brought in 16 bit and trains or normalises with."""
+        """The tensors, by name, that the module has brought in 16 bit and trains or normalises with: FP32 now."""
         self._weight_copies: WeightCopies | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
+        """The loss of the last backward pass, for the error that names ranks whose loss is not finite."""
         self._overflow_flags: list[Tensor] | None = None
-        """What the last backward pass found in the gradients of the optimizer; None: look before the step."""
+        """What the last backward pass found in the gradients of the optimizer, not yet read from the device; None: the
+        gradients are to be looked at before the step."""
         self._first_bad: dict[int, BadStep] = {}
-        """By optimizer: the first of the steps in a row that were skipped up to now."""
+        """The first of the steps in a row that each optimizer has skipped up to now."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        # In place: the strategy does not use what this method returns.
         of_norms = tensors_of_norms(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if tensor.dtype in HALVES and (tensor.requires_grad or tensor in of_norms):
@@ -105,6 +118,7 @@ class FourMinPrecision(HalfPrecision):
         self._ranks_differ = ranks_differ(self._module, optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
+    # The contexts of HalfPrecision would make parameters, and tensors of the user, 16-bit ones from the beginning.
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -117,7 +131,7 @@ class FourMinPrecision(HalfPrecision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         assert self._weight_copies is not None
-        # No cache of autocast's own: it would outlive an optimizer's step inside of this one.
+        # Without the cache of autocast: its copies would outlive an optimizer's step inside of this one.
         autocast = torch.autocast(self._device.type, dtype=self.dtype, cache_enabled=False)
         with self._weight_copies.active(), self._half_ops, autocast:
             yield
@@ -130,7 +144,7 @@ class FourMinPrecision(HalfPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         loss = super().pre_backward(tensor, module).float()
         self._loss = loss.detach()
-        # Gradients of earlier backward passes that this one adds to, and that the all-reduce takes with it.
+        # This backward pass adds to the gradients of earlier ones (accumulation), and the all-reduce takes the sum.
         if self.loss_scale.value != 1 and (gradients := self._gradients(module)):
             torch._foreach_mul_(list(gradients.values()), self.loss_scale.value)
         return loss * self.loss_scale.value
@@ -140,18 +154,22 @@ class FourMinPrecision(HalfPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         assert self._weight_copies is not None
-        # Checkpointed layers run their forward again in here.
+        # Layers with checkpointed activations run their forward again in here, and need copies for it.
         with self._weight_copies.active(), self._half_ops, torch.autocast(self._device.type, enabled=False):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        # Before the hooks `on_after_backward`, which run in here.
+        # The hooks `on_after_backward` run in the method of the base class, and see unscaled gradients.
         self._overflow_flags = self._unscale(module)
         return super().post_backward(tensor, module)
 
     def _unscale(self, module: LightningModule) -> list[Tensor] | None:
-        """Divides all gradients by the loss scale; where that decides on the next step, gives the flags of overflow."""
+        """Divides all gradients by the loss scale.
+
+        Returns the flags of overflow of the optimizer's gradients, which decide on the next step; None where other code
+        may still change the gradients, and where the scale is 1 and there is nothing to divide.
+        """
         factor = 1 / self.loss_scale.value
         if factor == 1:
             return None
@@ -173,7 +191,7 @@ class FourMinPrecision(HalfPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert self._weight_copies is not None
-        # Those of an earlier backward pass say nothing if this closure ends without one.
+        # Flags of an earlier backward pass say nothing if this closure ends without one.
         self._overflow_flags = None
         result = closure()
         number = next(i for i, other in enumerate(model.trainer.optimizers) if other is optimizer)
@@ -188,26 +206,28 @@ class FourMinPrecision(HalfPrecision):
         else:
             if number not in self._first_bad:
                 self._first_bad[number] = BadStep.examine(model, optimizer)
-            # Schedulers count a skipped step like any other; without this the first one makes torch warn.
+            # Schedulers count a skipped step like any other. Without this, torch would warn after a skipped first step
+            # that the scheduler came before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self.loss_scale.update(finite, number)
         self._report(model, number)
         return result
 
     def _is_finite(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer may step, as this rank sees it: the first that waits for the device since backward."""
+        """Whether all gradients of the optimizer are finite on this rank; waits for the device."""
         flags, self._overflow_flags = self._overflow_flags, None
         if flags is not None:
             return not any_set(flags)
         return all_finite(p.grad for p in self.main_params(optimizer) if p.grad is not None)
 
     def _report(self, model: LightningModule, optimizer: int) -> None:
+        """Logs the scale; warns and at last raises where it does not stop the overflow."""
         scale = self.loss_scale
-        # Manual optimization may step where Lightning logs no steps.
-        place = _FxValidator.functions.get(model._current_fx_name or "")
-        if not model.trainer.barebones and place is not None and True in place["allowed_on_step"]:
+        if not model.trainer.barebones:
             figures = {"fourmin/loss_scale": scale.value, "fourmin/skipped_steps": float(scale.skipped_steps)}
-            model.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
+            # Manual optimization may step in hooks in which Lightning does not log steps.
+            with suppress(MisconfigurationException):
+                model.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
         if scale.exhausted(optimizer):
             raise RuntimeError(self._describe_overflow(model, optimizer))
         if scale.skips_in_a_row[optimizer] == PATIENCE // 2:
@@ -225,7 +245,7 @@ class FourMinPrecision(HalfPrecision):
         )
 
     def _gradients(self, module: LightningModule) -> dict[nn.Parameter, Tensor]:
-        """All gradients there are, those of parameters included that optimizers have and the module does not."""
+        """Returns all gradients there are; optimizers may have parameters that the module does not have."""
         optimizers = module.trainer.optimizers
         parameters = chain(module.parameters(), *(self.main_params(optimizer) for optimizer in optimizers))
         return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
@@ -237,7 +257,7 @@ class FourMinPrecision(HalfPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning has loaded the weights into the module as it was born: where that is 16 bit, rounded."""
+        """Loads again the weights that Lightning has rounded: the module was made in 16 bit, the checkpoint is FP32."""
         with torch.no_grad():
             for name in self._widened.keys() & checkpoint["state_dict"].keys():
                 self._widened[name].copy_(checkpoint["state_dict"][name])
@@ -260,10 +280,12 @@ class FourMinPrecision(HalfPrecision):
 
 
 def _others_may_change_gradients(module: LightningModule) -> bool:
-    """Whether code of the user runs between the end of a backward pass and the decision on the step.
+    """Whether code of the user may run between the end of a backward pass and the decision on the step.
 
-    It may mend or spoil gradients (clip them, set them to 0), and the decision is about what it leaves. The version
-    counters of tensors would not tell: writing through `.data` does not change them.
+    Such code may clip gradients or set them to 0, and the decision has to be about what it leaves: so the gradients are
+    looked at once more, right before the step. The version counters of tensors could not tell whether that is needed,
+    because writing through `.data` does not change them. In manual optimization several optimizers may share a backward
+    pass, too, and each decides on its own gradients.
     """
     if not module.automatic_optimization or _overrides(module, LightningModule, "optimizer_step"):
         return True

@@ -267,6 +267,28 @@ def test_parameters_outside_of_the_module_are_unscaled() -> None:
     assert (found - expected).norm() < 1e-2 * (expected - 1).norm()
 
 
+class SharedOutside(Outside):
+    """Two optimizers have the weight that the module does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.outside, lr=0.05), torch.optim.SGD([*self.parameters(), *self.outside], lr=0.05)]
+
+
+def test_gradients_that_two_optimizers_share_are_unscaled_once() -> None:
+    nets = [seeded(SharedOutside), seeded(SharedOutside)]
+    for net, precision in zip(nets, (FourMinPrecision(), None), strict=True):
+        fit(net, precision, num_batches=2)
+    found, expected = (net.outside[0].grad for net in nets)
+    assert (found - expected).norm() < 1e-2 * expected.norm()
+
+
 class FromIterator(Net):
     """Takes its batches itself."""
 
