@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.cli.step_seed import StepSeed
+from lightning_fourmin.callbacks.step_seed import StepSeed
 from tests.support.pool import RankPool
 from tests.support.training import Regression, data, rank_trainer
 
