@@ -129,7 +129,7 @@ class ScalingMonitor(Callback):
         if self._meter is not None:
             loop = trainer.fit_loop.epoch_loop
             vars(loop)[ASK_BEFORE_BATCH] = _timed(getattr(loop, ASK_BEFORE_BATCH), self._meter)
-        # In a run that goes on in the middle of an epoch Lightning does not call `on_train_epoch_start`.
+        # In a run that resumes in the middle of an epoch Lightning does not call `on_train_epoch_start`.
         self._begin_step()
 
     @override

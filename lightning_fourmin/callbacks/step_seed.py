@@ -11,7 +11,7 @@ from typing_extensions import override
 class StepSeed(Callback):
     """Seeds torch before each training step, so that the step is a function of its place in the run.
 
-    Strategies of Lightning seed all ranks alike; with this callback ranks drop different units. And a run that goes on
+    Strategies of Lightning seed all ranks alike; with this callback ranks drop different units. And a run that resumes
     from a checkpoint drops the units that it would have dropped without the interruption.
     """
 

@@ -257,7 +257,7 @@ class FourMinPrecision(HalfPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Loads again the weights that Lightning has rounded: the module was made in 16 bit, the checkpoint is FP32."""
+        """Copies FP32 weights once more: Lightning has loaded, and so rounded, them while the module was 16 bit."""
         with torch.no_grad():
             for name in self._widened.keys() & checkpoint["state_dict"].keys():
                 self._widened[name].copy_(checkpoint["state_dict"][name])

@@ -1,4 +1,4 @@
-"""Callbacks compute for exactly those steps that Lightning writes, also after going on from a checkpoint."""
+"""Callbacks compute for exactly those steps that Lightning writes, also when a run resumes."""
 
 import csv
 import warnings

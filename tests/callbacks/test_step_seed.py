@@ -1,4 +1,4 @@
-"""Dropout of `fourmin train`: its own on each rank and in each step, the same when a run goes on."""
+"""Dropout of `fourmin train` differs between ranks and steps, and is the same when a run resumes."""
 
 import warnings
 from pathlib import Path
