@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fourmin._lightning import SIGTERM_HANDLER, set_handler
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
+from lightning_fourmin.callbacks.step_seed import StepSeed
 from lightning_fourmin.cli.log_filters import hush
-from lightning_fourmin.cli.step_seed import StepSeed
 from lightning_fourmin.optim.lars import LARS
 from lightning_fourmin.runs.recorder import RunRecorder
 
