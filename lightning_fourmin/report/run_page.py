@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fourmin.files import write_whole
-from lightning_fourmin.report import text as words
 from lightning_fourmin.report.heat_map import trust_ratio_map
 from lightning_fourmin.report.sections import learning, precision, throughput
 from lightning_fourmin.report.summary import headlines, summary_so_far
 from lightning_fourmin.report.table_chart import algorithms_of, table_chart
 from lightning_fourmin.runs.metrics import read_metrics, resumed_steps
 from lightning_fourmin.runs.record import RunRecord
+from lightning_fourmin.text import duration, grouped, moment, percent, plural, printable, readable_size, rounded, whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -59,10 +59,10 @@ def _environment() -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
         # Markup is a str of its own type: only texts that came from outside are cleaned.
-        finalize=lambda value: words.printable(value) if type(value) is str else value,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters |= {name: getattr(words, name) for name in _FILTERS}
+    environment.filters |= {function.__name__: function for function in _FILTERS}
     return environment
 
 
-_FILTERS = ("percent", "whole", "rounded", "size", "duration", "moment", "plural", "grouped")
+_FILTERS = (percent, whole, rounded, readable_size, duration, moment, plural, grouped)

@@ -56,12 +56,12 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
         "3 steps of 176 skipped, because a gradient was not finite",
         "Of a step of 27.3 ms, 2.70 ms (9.9 %) waited for communication",
         "1 value lies above the picture, up to 400 ms.",
-        "26 gradients, 4.7 MiB, in 2 buckets",
+        "26 gradients, 4.71 MiB, in 2 buckets",
         "least in conv1.weight (0.002) and largest in fc6.weight (0.003)",
     ):
         assert text in page.text
     rows = [row.text for row in page.all("tr")]
-    assert "0 3 4.0 MiB float32 fc8.bias .. fc7.bias" in rows
+    assert "0 3 4 MiB float32 fc8.bias .. fc7.bias" in rows
     assert "256 B 0.321 0.123 hierarchical" in rows
     assert [cell.text for cell in page.all("td", "chosen")] == ["0.123", "0.456"]
     assert [figure.text.split("  ")[0] for figure in page.all("b")] == [
