@@ -20,9 +20,9 @@ from typing import Any
 
 import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, ProcessExitedException
 
+from lightning_fourmin._lightning import sigterm_exception
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.errors import RankError
 
@@ -76,7 +76,7 @@ def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], n
             failure = failures.get()
             raise RankError(failure.message, failure.details) from None
         if isinstance(error, ProcessExitedException) and error.exit_code in (PREEMPTED, -signal.SIGTERM):
-            raise SIGTERMException(PREEMPTED) from None
+            raise sigterm_exception(PREEMPTED) from None
         end = f"exit code {error.exit_code}" if isinstance(error, ProcessExitedException) else "an error"
         end = getattr(error, "signal_name", None) or end
         hint = (
