@@ -1,4 +1,4 @@
-"""What a sweep leaves behind: a table, a picture and a page of all its jobs."""
+"""What a sweep leaves behind: a table and a page of all its jobs."""
 
 import os
 import sys

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_fourmin.report.svg import INK, MUTED, SETTINGS, VARIABLES, to_svg
 from lightning_fourmin.runs.metrics import Series
-from lightning_fourmin.text import plural, rounded
+from lightning_fourmin.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +23,7 @@ class Line:
     label: str
     series: Series
     color: str = INK
-    style: Literal["line", "noisy", "dashes", "dots"] = "line"
-    """noisy: a long series as its trend, with all values faintly behind."""
+    style: Literal["line", "dashes", "dots"] = "line"
     in_key: bool = True
 
     @property
@@ -50,7 +49,6 @@ class Scale:
     percent: bool = False
     from_zero: bool = False
     log_base: int | None = None
-    top: float | None = None
 
 
 LINEAR = Scale()
@@ -61,7 +59,6 @@ def line_chart(
     title: str,
     lines: Sequence[Line],
     scale: Scale = LINEAR,
-    unit: str = "",
     marked_steps: Sequence[int] = (),
 ) -> Chart | None:
     """None if there is nothing to draw."""
@@ -69,17 +66,12 @@ def line_chart(
     if not lines:
         return None
     notes = [_not_finite(line) for line in lines if line.series.num_bad]
-    if any(line.style == "noisy" and line.series.is_long for line in lines):
-        notes.append("Faint: each value. Line: the median of a stretch.")
-    drawn = [line for line in lines if len(line.series.steps)]
-    if drawn and scale.top is not None:
-        notes += _left_out(drawn, scale.top, unit)
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):
         figure = small_figure()
         axes = figure.axes[0]
-        for line in drawn:
+        for line in lines:
             plot_line(axes, line)
         for step in marked_steps:
             axes.axvline(step, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
@@ -88,14 +80,6 @@ def line_chart(
         labels = ", ".join(line.label for line in lines if line.in_key)
         svg = to_svg(figure, name, f"{title} over the steps of the run: {labels}")
     return Chart(title, svg, tuple(lines), tuple(notes))
-
-
-def loss_chart(name: str, title: str, lines: Sequence[Line], marked_steps: Sequence[int] = ()) -> Chart | None:
-    """Logarithmic where the end would be a flat line otherwise."""
-    values = np.concatenate([line.series.values for line in lines]) if lines else np.zeros(0)
-    if len(values) > 1 and 0 < values.min() * 30 < values.max():
-        return line_chart(name, f"{title}, logarithmic", lines, Scale(log_base=10), marked_steps=marked_steps)
-    return line_chart(name, title, lines, marked_steps=marked_steps)
 
 
 def small_figure() -> "Figure":
@@ -113,9 +97,6 @@ def plot_line(axes: "Axes", line: Line) -> None:
     if line.style == "dots" or len(series.steps) == 1:
         axes.plot(series.steps, series.values, "o", color=line.color, ms=4.5, mew=0)
         return
-    if line.style == "noisy" and line.series.is_long:
-        axes.plot(series.steps, series.values, color=line.color, alpha=0.25, linewidth=0.8)
-        series = line.series.smoothed()
     dashes = (0, (4, 3)) if line.style == "dashes" else "-"
     axes.plot(series.steps, series.values, color=line.color, linestyle=dashes)
 
@@ -140,8 +121,6 @@ def finish(axes: "Axes", scale: Scale) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     if scale.from_zero:
         axes.set_ylim(bottom=0)
-    if scale.top is not None:
-        axes.set_ylim(top=scale.top)
 
 
 def tick(value: float) -> str:
@@ -150,22 +129,6 @@ def tick(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:g}{letter}"
     return f"{value:g}"
-
-
-def top_without_outliers(lines: Sequence[Line]) -> float | None:
-    """A top for the picture if few values, such as those of a first step, would flatten all others."""
-    values = np.concatenate([line.series.values for line in lines]) if lines else np.zeros(0)
-    if not len(values):
-        return None
-    usual = float(np.quantile(values, 0.98)) * 1.1
-    return usual if values.max() > 2 * usual > 0 else None
-
-
-def _left_out(lines: Sequence[Line], top: float, unit: str) -> list[str]:
-    values = np.concatenate([line.series.values for line in lines])
-    above = int((values > top).sum())
-    verb = "lies" if above == 1 else "lie"
-    return [f"{plural(above, 'value')} {verb} above the picture, up to {rounded(values.max())}{unit}."] if above else []
 
 
 def _not_finite(line: Line) -> str:

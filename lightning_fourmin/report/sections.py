@@ -1,11 +1,11 @@
 """The sections of a run's page that hold curves: learning, precision, throughput."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart, loss_chart, top_without_outliers
+from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart
 from lightning_fourmin.report.svg import ALARM, MUTED, SERIES
 from lightning_fourmin.runs.metrics import Metrics, resumed_steps
 from lightning_fourmin.runs.record import RunRecord, Summary
@@ -31,8 +31,8 @@ def learning(metrics: Metrics) -> Section:
         Scale(percent=True),
         marked_steps=resumed,
     )
-    losses = [*_noisy(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
-    loss = loss_chart("loss", "Loss", losses, marked_steps=resumed)
+    losses = [*_line(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
+    loss = line_chart("loss", "Loss", losses, marked_steps=resumed)
     rates = _line(metrics, "lr", "rate of group 0", BLUE)
     rate = line_chart("rate", "Learning rate", rates, Scale(from_zero=True), marked_steps=resumed)
     missing = [
@@ -69,21 +69,22 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
 
 
 def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section:
-    images = _noisy(metrics, "fourmin/T", "T, measured", BLUE)
+    images = _line(metrics, "fourmin/T", "T, measured", BLUE)
     if images and "fourmin/S" in metrics and "fourmin/N" in metrics:
         ideal = metrics["fourmin/S"].times(metrics["fourmin/N"])
-        images.append(Line("S x N, without waits", ideal.smoothed(), MUTED, style="dashes"))
+        images.append(Line("S x N, without waits", ideal, MUTED, style="dashes"))
     times = [
-        *_noisy(metrics, "fourmin/step_ms", "step", BLUE),
-        *_noisy(metrics, "fourmin/comm_ms", "communication", GREEN),
-        *_noisy(metrics, "fourmin/exposed_ms", "of it exposed", ORANGE),
+        *_line(metrics, "fourmin/step_ms", "step", BLUE),
+        *_line(metrics, "fourmin/comm_ms", "communication", GREEN),
+        *_line(metrics, "fourmin/exposed_ms", "of it exposed", ORANGE),
     ]
-    efficiency = _noisy(metrics, "fourmin/e", "T / (S x N)", BLUE)
-    whole_share, resumed = Scale(percent=True, from_zero=True), resumed_steps(metrics)
+    efficiency = _line(metrics, "fourmin/e", "T / (S x N)", BLUE)
+    from_zero, whole_share = Scale(from_zero=True), Scale(percent=True, from_zero=True)
+    resumed = resumed_steps(metrics)
     charts = _there(
-        line_chart("images", "Images per second", images, _from_zero(images), marked_steps=resumed),
+        line_chart("images", "Images per second", images, from_zero, marked_steps=resumed),
         line_chart("efficiency", "Efficiency e", efficiency, whole_share, marked_steps=resumed),
-        line_chart("times", "Milliseconds a step", times, _from_zero(times), " ms", marked_steps=resumed),
+        line_chart("times", "Milliseconds a step", times, from_zero, marked_steps=resumed),
     )
     if not charts and summary.S is None:
         return Section("Throughput", ("Throughput was not logged: that needs ScalingMonitor among the callbacks.",), ())
@@ -104,13 +105,5 @@ def _line(metrics: Metrics, name: str, label: str, color: str) -> list[Line]:
     return [Line(label, metrics[name], color)] if name in metrics else []
 
 
-def _noisy(metrics: Metrics, name: str, label: str, color: str) -> list[Line]:
-    return [replace(line, style="noisy") for line in _line(metrics, name, label, color)]
-
-
 def _there(*charts: Chart | None) -> tuple[Chart, ...]:
     return tuple(chart for chart in charts if chart is not None)
-
-
-def _from_zero(lines: list[Line]) -> Scale:
-    return Scale(from_zero=True, top=top_without_outliers(lines))

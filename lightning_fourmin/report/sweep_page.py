@@ -1,4 +1,4 @@
-"""A sweep as table, picture and page: all its jobs side by side."""
+"""A sweep as table and page: all its jobs side by side."""
 
 import csv
 import html
@@ -9,22 +9,20 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from lightning_fourmin.files import write_whole
-from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart, loss_chart
+from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart
 from lightning_fourmin.report.run_page import PAGE_NAME, write_page
 from lightning_fourmin.report.svg import FAINT, VARIABLES
-from lightning_fourmin.report.sweep_picture import sweep_picture
 from lightning_fourmin.runs.record import Summary
 from lightning_fourmin.runs.sweep import Job, best_job, differing_keys, job_colors, read_jobs, shared_settings
 from lightning_fourmin.text import duration, percent, plural, printable, rounded, whole
 
 
 def write_sweep(folder: Path) -> Path:
-    """Writes sweep.csv, sweep.md, sweep.svg and report.html of a folder with one run folder a job; gives the page."""
+    """Writes sweep.csv, sweep.md and report.html of a folder with one run folder a job; gives the page."""
     jobs = read_jobs(folder)
     colors = job_colors(jobs)
     write_whole(folder / "sweep.csv", _csv(jobs))
     write_whole(folder / "sweep.md", _markdown(jobs))
-    write_whole(folder / "sweep.svg", sweep_picture(jobs, colors))
     page = folder / PAGE_NAME
     write_page(
         page,
@@ -95,7 +93,7 @@ def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
 
     def lines(column: str) -> list[Line]:
         return [
-            Line(f"job {job.number}", job.metrics[column].smoothed(), color, in_key=color != FAINT)
+            Line(f"job {job.number}", job.metrics[column], color, in_key=color != FAINT)
             for job in order
             for color in [colors[job.number]]
             if column in job.metrics
@@ -104,8 +102,8 @@ def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
     from_zero = Scale(from_zero=True)
     charts = [
         line_chart("top1", "Validation top-1 accuracy", lines("val/top1"), Scale(percent=True)),
-        loss_chart("train-loss", "Training loss", lines("train/loss")),
-        loss_chart("val-loss", "Validation loss", lines("val/loss")),
+        line_chart("train-loss", "Training loss", lines("train/loss")),
+        line_chart("val-loss", "Validation loss", lines("val/loss")),
         line_chart("rate", "Learning rate", lines("lr"), from_zero),
         line_chart("images", "Images per second", lines("fourmin/T"), from_zero),
         line_chart("efficiency", "Efficiency e", lines("fourmin/e"), Scale(percent=True, from_zero=True)),

@@ -12,8 +12,6 @@ import numpy as np
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.runs.folder import RESUMED, metrics_files
 
-NUM_STRETCHES = 50
-"""Of a series that is shown as its trend."""
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -59,19 +57,6 @@ class Series:
             kept |= {int(places[self.values[places].argmin()]), int(places[self.values[places].argmax()])}
         order = sorted(kept)
         return replace(self, steps=self.steps[order], values=self.values[order])
-
-    @property
-    def is_long(self) -> bool:
-        """So many points that their trend is easier to see than they are."""
-        return len(self.steps) >= 3 * NUM_STRETCHES
-
-    def smoothed(self) -> "Series":
-        """The median of each of some stretches; a short series as it is."""
-        if not self.is_long:
-            return self
-        places = np.array_split(np.arange(len(self.steps)), NUM_STRETCHES)
-        steps, values = (np.array([np.median(all_[part]) for part in places]) for all_ in (self.steps, self.values))
-        return replace(self, steps=steps, values=values)
 
 
 Metrics = dict[str, Series]

@@ -63,7 +63,7 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     assert (sweep / "1" / "checkpoints" / "best.ckpt").is_file()
     with (sweep / "sweep.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 3
-    for name in ("sweep.md", "sweep.svg", "report.html"):
+    for name in ("sweep.md", "report.html"):
         assert (sweep / name).is_file()
     assert "1 of 3 jobs failed" in errors
     code, _, errors = fourmin("train", *command, f"hydra.sweep.dir={sweep}")
