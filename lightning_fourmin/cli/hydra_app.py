@@ -3,17 +3,17 @@
 import os
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_fourmin.cli.mistakes import explain, explain_null
 from lightning_fourmin.errors import FourMinError, PlanError
 
 CONF = Path(str(import_module("lightning_fourmin.conf").__file__)).parent
@@ -82,25 +82,55 @@ def _with_paths_as_text(config: DictConfig, kind: type) -> DictConfig:
 
 
 def run_hydra(verb: str, task: Callable[[DictConfig], Any]) -> None:
-    """Calls `task` with the config of a verb; mistakes in the command line end with a sentence that knows better."""
+    """Calls `task` with the config of a verb; mistakes in the command line end with a sentence, without a traceback."""
     # For modules of the user's own, which `python -m` would find; last, so that no file there hides a package.
     sys.path.append(os.getcwd())
-    if mistake := explain_null(CONF, sys.argv[1:]):
-        give_up(verb, mistake)
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     # Hydra prints errors in its own way, unless they are asked for in full.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    in_task = False
+
+    def watched(config: DictConfig) -> Any:
+        nonlocal in_task
+        in_task = True
+        result = task(config)
+        in_task = False
+        return result
+
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(task)()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(watched)()
     except HydraException as error:
         if wants_traceback:
             raise
-        give_up(verb, explain(error, verb, CONF, sys.argv[1:]))
+        give_up(verb, _explained(error, verb))
+    except ValueError as error:
+        # Hydra has no exception of its own for group=null. One of the task is a bug, and has a traceback.
+        if wants_traceback or in_task:
+            raise
+        give_up(verb, f"{error}: a group is left out with ~GROUP, not with GROUP=null")
     except OSError as error:  # of a folder that Hydra cannot make
         _give_up_on_file(verb, error)
     finally:
         if not wants_traceback:
             del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _explained(error: HydraException, verb: str) -> str:
+    """A sentence for an error of Hydra's about the arguments of a verb; its messages have several lines."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override!r} is not understood: arguments are key=value, and values with special signs need quotes"
+        )
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        known = sorted(set(error.options))
+        near = get_close_matches(option, known, n=1)
+        meant = f": did you mean {near[0]}?" if near else ""
+        return f"{group}={option} is not known{meant}; {group} is one of {', '.join(known)}"
+    if isinstance(error, ConfigCompositionException):
+        first_line = str(error).splitlines()[0].rstrip(".")
+        return f"{first_line}: `fourmin {verb} --help` lists the keys"
+    return str(error)
 
 
 def _give_up_on_file(verb: str, error: OSError) -> NoReturn:

@@ -7,7 +7,6 @@ the command line again, which under a sweep would start the whole sweep again.
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import time
 import traceback
@@ -149,13 +148,5 @@ def _interrupt_once(signum: int, frame: FrameType | None) -> None:
 
 
 def message_of(error: BaseException) -> str:
-    """What an error says, without what Hydra puts around the errors of things it makes."""
-    from hydra.errors import InstantiationException
-
-    group = ""
-    while isinstance(error, InstantiationException) and error.__cause__ is not None:
-        if found := re.search(r"^full_key: (\S+)", str(error), re.MULTILINE):
-            group = f"{found[1]}: "
-        error = error.__cause__
-    # Ours are ValueErrors, and name the field.
-    return (group if isinstance(error, TypeError) else "") + (str(error) or type(error).__name__)
+    """The text of an error, or its kind where it has none."""
+    return str(error) or type(error).__name__

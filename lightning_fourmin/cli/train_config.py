@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_fourmin.cli.train_rank import external_rank
+from lightning_fourmin.cli.train_rank import external_rank, make
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.data.digits import DIGITS
 from lightning_fourmin.data.index import INDEX_NAME
@@ -139,7 +138,7 @@ def _check_metric(name: str) -> None:
 
 def _check_data(data: dict[str, Any], validates: bool) -> None:
     """Reads the index now: it says what is missing sooner than ranks could, and the demo data is written once."""
-    module = instantiate(data, _convert_="all")
+    module = make("data", data)
     if not isinstance(module, ShardDataModule):
         return
     try:

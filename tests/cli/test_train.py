@@ -223,9 +223,8 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["optim.lrr=1"], "there is no key optim.lrr: did you mean optim.lr?; `fourmin train --help` lists the keys"),
-        (["batch_size=1"], "there is no key batch_size: did you mean data.batch_size?; "),
-        (["experimnt=digits"], "there is no key experimnt: did you mean experiment?; "),
+        (["optim.lrr=1"], "Could not override 'optim.lrr': `fourmin train --help` lists the keys\n"),
+        (["experimnt=digits"], "Could not override 'experimnt': `fourmin train --help` lists the keys\n"),
         (
             ["experiment=digit"],
             "experiment=digit is not known: did you mean digits?; experiment is one of cifar10_alex",
@@ -267,8 +266,8 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
         (["data.path=shards/mine"], "data.path=shards/mine, but image size, rate and length would be those of the"),
         (["data.train_split=trian"], "digits has no split 'trian' (it has train, val): choose one of these"),
         (["data.val_split=test"], "digits has no split 'test' (it has train, val): choose one of these"),
-        (["logger=null"], "logger=null is not understood: ~logger leaves a group out that there is by default"),
-        (["experiment=null"], "experiment=null is not understood: write experiment=none"),
+        (["logger=null"], "Config group override must be a string or a list. Got NoneType: a group is left out with ~"),
+        (["-m", "optim.lrr=1,2"], "Could not override 'optim.lrr': `fourmin train --help` lists the keys\n"),
         (["trainer.num_nodes=2"], "trainer.num_nodes=2, but this command starts ranks on one machine: start it with"),
     ],
 )
