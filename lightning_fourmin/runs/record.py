@@ -2,10 +2,15 @@
 
 import json
 import math
+import os
+import platform
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
 
 from lightning_fourmin.allreduce.buckets import Bucket
 from lightning_fourmin.allreduce.table import AllReduceTable
@@ -15,6 +20,8 @@ from lightning_fourmin.files import write_whole
 RUN_NAME = "run.json"
 ERROR_NAME = "error.txt"
 FORMAT = 1
+PACKAGES = ("lightning-fourmin", "torch", "lightning", "torchmetrics", "webdataset", "hydra-core", "numpy")
+"""The packages whose versions are recorded, beside that of Python."""
 Status = Literal["running", "done", "failed", "interrupted", "preempted"]
 """interrupted: by Ctrl-C; preempted: by SIGTERM."""
 
@@ -185,3 +192,26 @@ def _parse_fields(kind: Any, content: dict[str, Any], prefix: str) -> Any:
         elif part.default is MISSING and part.default_factory is MISSING:
             raise RunError(f"field {prefix}{part.name} is missing")
     return kind(**values)
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that matter."""
+    return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+
+
+def hardware() -> Hardware:
+    """The hardware of this machine; its GPUs only where this process computes on them."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Asking makes a context on the GPU, which only a process that computes there should have.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(num_gpus))
+    return Hardware(_cpu(), os.cpu_count() or 1, round(memory_bytes / 1e9, 1), gpus)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -13,8 +13,8 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from torch.distributed import TCPStore
 
 from lightning_fourmin.cli import spawn_ranks as launch
-from lightning_fourmin.cli.spawn_ranks import message_of, run_ranks
-from lightning_fourmin.cli.train_rank import external_rank, make
+from lightning_fourmin.cli.spawn_ranks import Launch, message_of, run_ranks
+from lightning_fourmin.cli.train_rank import make
 from lightning_fourmin.errors import ConfigError, RankError
 
 
@@ -84,14 +84,14 @@ def test_in_an_allocation_ranks_are_those_of_this_machine(tmp_path: Path, monkey
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_NAME", "mine")
     assert SLURMEnvironment.detect()
-    assert external_rank() is None
+    assert not Launch.detect().is_external
     run_ranks(is_started_by_slurm, {"file": str(tmp_path / "answer")}, 1)
     assert (tmp_path / "answer").read_text() == "False"
     # A batch script has this, too.
     monkeypatch.setenv("SLURM_PROCID", "3")
-    assert external_rank() is None
+    assert not Launch.detect().is_external
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert external_rank() == 3
+    assert Launch.detect() == Launch("srun", 3)
 
 
 def listen(config: dict[str, Any]) -> None:
