@@ -15,13 +15,13 @@ VERBS = {
     "plan": "predicts step time, best fusion and algorithm, and scaling to thousands of ranks",
     "report": "the HTML page of a run, or of a sweep and its jobs",
 }
-"""What each verb does; its `main` is in the module of its name."""
+"""What each verb does; the function `main` in the module of its name runs it."""
 INTERRUPTED = 130
-"""The exit code of a process that Ctrl-C has ended, as shells have it."""
+"""The exit code of a process that Ctrl-C has ended, by the convention of shells."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Runs the verb that the command line names; the entry point of the console script."""
     if len(sys.argv) > 1 and (verb := sys.argv[1]) in VERBS:
         # Hydra reads the rest of the arguments and names the verb in its help.
         sys.argv[:2] = [f"{sys.argv[0]} {verb}"]

@@ -30,7 +30,7 @@ def resolve(config: DictConfig, folder: Path, launch: Launch) -> dict[str, Any]:
 
     Every rank of a launcher calls this for itself; a command calls it once and gives the result to its ranks.
     """
-    # As composed, so that messages show it as it was typed; in a sweep the folder is another one.
+    # Messages show run_dir as it was typed; in a sweep the job has another folder.
     named = Path(str(config.run_dir))
     config.run_dir = str(folder)
     plain = _plain(config, launch)
@@ -50,12 +50,13 @@ def resolve(config: DictConfig, folder: Path, launch: Launch) -> dict[str, Any]:
 
 
 def _plain(config: DictConfig, launch: Launch) -> dict[str, Any]:
+    """The config as dictionaries and lists, every interpolation resolved and nothing missing."""
     try:
         missing = OmegaConf.missing_keys(config)
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         launcher = HydraConfig.get().runtime.choices.get("trainer")
-        if launcher in LAUNCHERS and not launch.is_external:
+        if launcher in LAUNCHERS and not launch.is_external and str(error.full_key).startswith("trainer."):
             raise ConfigError(
                 f"{error.full_key}: trainer={launcher} takes it from the launcher; start the ranks with torchrun or "
                 "srun, as examples/torchrun.md and examples/slurm.sh do"
@@ -68,7 +69,7 @@ def _plain(config: DictConfig, launch: Launch) -> dict[str, Any]:
 
 
 def _check_recipe(data: dict[str, Any]) -> None:
-    # The demo's experiment has the name of its data.
+    """Refuses other data with the recipe of the demo, which is the default; experiment and data have one name there."""
     choices = HydraConfig.get().runtime.choices
     if choices.get("experiment") != DIGITS:
         return

@@ -1,4 +1,7 @@
-"""`run.json`: what was run and how it ended, written by a training and read by its report."""
+"""`run.json`, the record of a run: what was run, on what, and how it ended; a training writes it, its report reads it.
+
+cli/train.py says which process writes it and when. A file is replaced as a whole, so that readers find a complete one.
+"""
 
 import json
 import math
@@ -23,11 +26,13 @@ FORMAT = 1
 PACKAGES = ("lightning-fourmin", "torch", "lightning", "torchmetrics", "webdataset", "hydra-core", "numpy")
 """The packages whose versions are recorded, beside that of Python."""
 Status = Literal["running", "done", "failed", "interrupted", "preempted"]
-"""interrupted: by Ctrl-C; preempted: by SIGTERM."""
+"""A run that Ctrl-C has ended is interrupted, one that SIGTERM has ended is preempted."""
 
 
 @dataclass(frozen=True)
 class Hardware:
+    """The machine of rank 0."""
+
     cpu: str
     cores: int
     memory_gb: float
@@ -36,6 +41,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class ModelSize:
+    """The net that was trained, its parameters and the tensors that hold them."""
+
     name: str
     num_parameters: int
     num_tensors: int
@@ -43,7 +50,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """Gradients that travelled together."""
+    """One bucket of DDP: gradients that travelled together."""
 
     num_tensors: int
     num_bytes: int
@@ -53,12 +60,15 @@ class BucketRecord:
 
     @classmethod
     def of(cls, bucket: Bucket) -> "BucketRecord":
+        """The record of a planned bucket."""
         dtype = str(bucket.dtype).removeprefix("torch.")
         return cls(len(bucket.names), bucket.num_bytes, dtype, bucket.names[0], bucket.names[-1])
 
 
 @dataclass(frozen=True)
 class TableRowRecord:
+    """One size of the all-reduce table: the time of each algorithm, and the one that was chosen."""
+
     num_bytes: int
     milliseconds: dict[str, float]
     choice: str
@@ -66,7 +76,7 @@ class TableRowRecord:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """The all-reduce table and what it chose at each size."""
+    """The all-reduce table that the run used, and what it chose at each size."""
 
     source: str
     topology_key: str
@@ -75,13 +85,14 @@ class TableRecord:
 
     @classmethod
     def of(cls, table: AllReduceTable) -> "TableRecord":
+        """The record of a table with its choices."""
         rows = [TableRowRecord(n.num_bytes, dict(n.milliseconds), table.choose(n.num_bytes)) for n in table.rows]
         return cls(table.source, table.topology_key, table.backend, tuple(rows))
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures a run ends with; None where it did not get that far or nothing measured it."""
+    """The figures that a run ends with; None where it did not get that far or nothing measured it."""
 
     top1: float | None = None
     top5: float | None = None
@@ -100,17 +111,20 @@ class Summary:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One training; `dataclasses.replace` makes the record of its end from that of its start."""
+    """One training; `dataclasses.replace` makes the record of its end from that of its start.
+
+    `versions` and `hardware` are those of the newest start, like `command` and `started`.
+    """
 
     name: str
-    """Of the experiment."""
+    """The name of the experiment."""
     command: str
     started: str
-    """ISO 8601, with its time zone."""
+    """The time of the start in ISO 8601, with its time zone."""
     versions: dict[str, str]
     hardware: Hardware
     seconds: float | None = None
-    """Of all parts of a run that was resumed, but for those that were killed."""
+    """The time that all parts of a resumed run have taken, but for parts that were killed."""
     status: Status = "running"
     error: str | None = None
     arithmetic: tuple[str, ...] = ()
@@ -122,15 +136,16 @@ class RunRecord:
     table: TableRecord | None = None
     summary: Summary = field(default_factory=Summary)
     overrides: tuple[str, ...] = ()
-    """`key=value` of this job, where a sweep started it."""
+    """The settings of a job as `key=value`; empty for a run that no sweep has started."""
 
     def write(self, folder: Path) -> None:
-        """Publishes the record, complete or not at all; numbers that are not finite become null."""
+        """Writes the record, complete or not at all; numbers that are not finite become null."""
         content = {"format": FORMAT, **_finite(asdict(self))}
         write_whole(folder / RUN_NAME, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
+        """The record in a folder; RunError names the file, and the field where one is wrong."""
         path = folder / RUN_NAME
         if not path.is_file():
             raise RunError(f"{path} does not exist: name a folder that `fourmin train` made, of a run or of a sweep")
@@ -150,7 +165,7 @@ class RunRecord:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN, and readers other than Python's refuse it."""
+    """The value without NaN and infinity, which JSON does not have and readers other than Python's refuse."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -159,7 +174,7 @@ def _finite(value: Any) -> Any:
 
 
 def _parse(kind: Any, value: Any, name: str) -> Any:
-    """JSON as a field of type `kind`; `name` is the way there, for the error."""
+    """A value of JSON as a field of the type `kind`; `name` is the way there, for the error."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _parse(parts[0], value, name)
