@@ -160,7 +160,7 @@ def _rank_main(
     signal.signal(signal.SIGINT, _interrupt_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A spawned process spawns its own children, too: each loader worker would import everything once more. None gives
-    # back the platform's default, which forks.
+    # back the platform's default: fork, from Python 3.14 on forkserver.
     multiprocessing.set_start_method(None, force=True)
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)

@@ -68,15 +68,13 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     for name in ("sweep.md", "report.html"):
         assert (sweep / name).is_file()
     assert "1 of 3 jobs failed" in errors
-    # In its folder the sweep resumes: what is done stays, what failed is tried again. Scripts may say resume=true.
-    in_folder = ["resume=true", f"hydra.sweep.dir={sweep}"]
-    code, output, errors = fourmin("train", *command, in_folder[1])
-    assert (code, "1 of 3 jobs failed" in errors) == (1, True), errors
-    code, output, errors = fourmin("train", *command, *in_folder)
+    # In its folder the sweep resumes: what is done stays, what failed is tried again. Scripts may add resume=true.
+    in_folder = f"hydra.sweep.dir={sweep}"
+    code, output, errors = fourmin("train", *command, in_folder)
     assert (code, "1 of 3 jobs failed" in errors) == (1, True), errors
     assert [record(sweep / str(number)) == job for number, job in enumerate(jobs)] == [True, True, False]
     assert "resume" not in (sweep / "sweep.md").read_text(), "no setting that jobs differ in"
-    code, output, errors = fourmin("train", "-m", "trainer.devices=1,2,0", *SHORT, *in_folder)
+    code, output, errors = fourmin("train", "-m", "trainer.devices=1,2,0", *SHORT, "resume=true", in_folder)
     assert (code, "holds the job `trainer.devices=1 optim.lr=4" in errors) == (1, True), errors
 
 
@@ -176,26 +174,16 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmi
     assert f"after step {num_steps}: dotted lines." in Page(folder / "report.html").text
 
 
-def test_a_resume_that_cannot_begin_leaves_figures_and_time(fourmin: Fourmin, tmp_path: Path) -> None:
-    short = ["run_dir=run", "trainer.devices=1", *SHORT[1:]]
-    code, _, errors = fourmin("train", *short, "trainer.max_epochs=1")
-    assert code == 0, errors
-    before = record(tmp_path / "run")
-    code, _, errors = fourmin("train", *short, "global_batch=7")
-    assert (code, "global_batch=7 is not a multiple" in errors) == (1, True)
-    failed = record(tmp_path / "run")
-    assert (failed["status"], failed["summary"]) == ("failed", before["summary"])
-    code, _, errors = fourmin("train", *short, "trainer.max_epochs=2")
-    assert code == 0, errors
-    assert record(tmp_path / "run")["seconds"] > before["seconds"] + 1, "all parts"
-
-
 def test_the_same_command_resumes_in_its_folder(fourmin: Fourmin, tmp_path: Path) -> None:
     folder, command = tmp_path / "run", ["run_dir=run", "trainer.devices=1", *SHORT[1:]]
     code, _, errors = fourmin("train", *command, "trainer.max_epochs=1")
     assert code == 0, errors
     assert "goes on from" not in errors
     first = record(folder)
+    # What cannot begin leaves figures and time.
+    code, _, errors = fourmin("train", *command, "global_batch=7")
+    assert (code, "global_batch=7 is not a multiple" in errors) == (1, True)
+    assert (record(folder)["status"], record(folder)["summary"]) == ("failed", first["summary"])
     # Nothing is left to do: figures and curves stay.
     code, output, errors = fourmin("train", *command, "trainer.max_epochs=1")
     assert code == 0, errors
@@ -203,6 +191,7 @@ def test_the_same_command_resumes_in_its_folder(fourmin: Fourmin, tmp_path: Path
     assert f"{first['summary']['top1']:.1%} top-1" in output
     for field in ("summary", "model", "arithmetic", "world_size"):
         assert record(folder)[field] == first[field]
+    assert record(folder)["seconds"] > first["seconds"] + 1, "all parts"
     assert read_metrics(folder)["train/loss"].steps.tolist() == [0, 1, 2]
     code, _, errors = fourmin("train", *command, "trainer.max_epochs=2")
     assert code == 0, errors
