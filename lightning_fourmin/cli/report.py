@@ -1,4 +1,4 @@
-"""`fourmin report`: the page of a run, or of a sweep and all its jobs."""
+"""`fourmin report`: writes the page of a run, or of a sweep and all its jobs."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,18 +13,21 @@ from lightning_fourmin.runs.sweep import is_sweep, read_jobs
 
 @dataclass(frozen=True)
 class ReportOptions:
+    """The fields of conf/report.yaml."""
+
     run: Path
-    """Folder of a run, or of a sweep."""
+    """The folder of a run or of a sweep."""
 
 
 def main() -> None:
+    """Runs the verb."""
     run("report", ReportOptions, _report)
 
 
 def _report(options: ReportOptions) -> None:
     if is_sweep(options.run):
         for job in read_jobs(options.run):
-            # What cannot be read is told on the page of the sweep.
+            # The page of the sweep names what cannot be read.
             with suppress(RunError):
                 write_report(job.folder)
         print(write_sweep(options.run))

@@ -23,8 +23,7 @@ from lightning_fourmin.allreduce.table import AllReduceTable, cached_table_path,
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape, unfit_input
 from lightning_fourmin.cli.hydra_app import give_up, run
-from lightning_fourmin.cli.spawn_ranks import run_ranks
-from lightning_fourmin.cli.train_rank import external_rank
+from lightning_fourmin.cli.spawn_ranks import Launch, run_ranks
 from lightning_fourmin.errors import RankError
 from lightning_fourmin.models import MODELS
 from lightning_fourmin.simulate.roofline import UNFIT
@@ -97,10 +96,10 @@ def main() -> None:
 def _tune(options: TuneOptions) -> None:
     try:
         options.check()
-        if external_rank() is None:
-            run_ranks(tune_rank, asdict(options), options.devices)
-        else:
+        if Launch.detect().is_external:
             tune_rank(asdict(options))
+        else:
+            run_ranks(tune_rank, asdict(options), options.devices)
     except (ValueError, RankError) as error:
         give_up("tune", str(error))
 
@@ -179,10 +178,11 @@ def _write(table: AllReduceTable, path: Path) -> str:
 
 def _started(options: TuneOptions) -> tuple[int, int]:
     """Ranks a node and nodes, as the launcher has started them, or as asked for."""
-    if "LOCAL_WORLD_SIZE" in os.environ and external_rank() is not None:
+    launch = Launch.detect()
+    if launch.by == "torchrun":
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local, int(os.environ["WORLD_SIZE"]) // local
-    if external_rank() is not None:
+    if launch.by == "srun":
         num_nodes = int(os.environ.get("SLURM_NNODES", 1))
         return int(os.environ["SLURM_NTASKS"]) // num_nodes, num_nodes
     return options.devices, 1
