@@ -6,14 +6,12 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 
 import lightning_fourmin as fm
@@ -67,13 +65,6 @@ OPTIONAL_IMPORTS = {
 }
 """Imports of packages that the extras of a layer do not bring, with the reason."""
 
-PRIVATE_TARGETS = {
-    "lightning_fourmin.cli.layers.LayerTable",
-    "lightning_fourmin.cli.sweep_report.SweepReport",
-    "lightning_fourmin.precision.naive_half.NaiveHalfPrecision",
-}
-"""What configs name beside public names."""
-
 
 def room_of(name: str) -> str:
     """The room of a file, or of a module below the package."""
@@ -104,26 +95,6 @@ def test_other_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match=r"^module 'lightning_fourmin' has no attribute 'Strategy'$"):
         fm.Strategy  # noqa: B018
     assert not hasattr(fm, "__wrapped__")
-
-
-def targets(node: Any) -> Iterator[str]:
-    """Every `_target_` in a config."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key == "_target_":
-                yield value
-            else:
-                yield from targets(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from targets(value)
-
-
-def test_configs_name_public_names() -> None:
-    named = {name for path in (REPO / "conf").rglob("*.yaml") for name in targets(yaml.safe_load(path.read_text()))}
-    ours = {name for name in named if name.startswith("lightning_fourmin.")}
-    assert len(ours) > 10
-    assert ours - {f"lightning_fourmin.{name}" for name in PUBLIC_NAMES} == PRIVATE_TARGETS
 
 
 # Layers.
