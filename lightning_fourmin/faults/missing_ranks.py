@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -94,9 +95,9 @@ class MissingRanks:
 
     Threads: the helper thread looks at the waits, warns, posts, and answers alarms. The main thread calls `explain`,
     and a thread of the engine calls `explain_wait` when its wait has ended with an error. All of them reach the store
-    through `_Board`, which bounds every question: a store whose host is stopped holds up nobody. The helper thread is a
-    daemon, and it is closed at the exit of the interpreter as well, since a run may end without a teardown: a thread
-    that comes back from C++ while the interpreter goes down aborts the process.
+    through `_Board`, whose own thread asks the questions: a store whose host is stopped holds up nobody else. The
+    helper thread is a daemon, and it is closed at the exit of the interpreter as well, since a run may end without a
+    teardown: a thread that comes back from C++ while the interpreter goes down aborts the process.
 
     Args:
         stall_warning_s: seconds; a wait that takes longer is warned of once, with the ranks that have not arrived.
@@ -140,6 +141,7 @@ class MissingRanks:
         self._leaving.set()
         self._stop.set()
         self._thread.join(timeout=1.0)
+        self._board.close()
 
     def explain_wait(self, wait: Wait) -> str | None:
         """Who had not arrived, for a wait that ends with an error; None if it was too short for others to post."""
@@ -302,8 +304,11 @@ class _Board:
     """What each rank says, in the store of the process group.
 
     A client whose server is stopped waits without end: torch bounds none of its requests, and the one that it does
-    bound, `wait`, writes to stderr whenever its time is up. So each question is asked in a short-lived thread. One that
-    is not answered is left behind, and until it is answered after all nothing else is asked.
+    bound, `wait`, writes to stderr whenever its time is up. So a thread of the board asks all questions, and whoever
+    has one waits for the answer as long as `STORE_ANSWER_S`. After a question without an answer nothing else is asked
+    until it is answered after all. One thread for all questions rather than a thread for each: loader workers are
+    forked, and a fork in the moment when another thread begins or ends can leave the child with a lock that nobody
+    releases.
     """
 
     def __init__(self) -> None:
@@ -320,7 +325,16 @@ class _Board:
         dist.broadcast_object_list(name, src=0)
         if self.rank != 0:
             self._store = own_store(f"missing_ranks/{name[0]}")
-        self._unanswered: threading.Thread | None = None
+        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unanswered: threading.Event | None = None
+
+    def close(self) -> None:
+        """Ends the thread until the next question; it is left behind where the store does not answer."""
+        if self._thread is not None:
+            self._questions.put(None)
+            self._thread.join(timeout=1.0)
+            self._thread = None
 
     def post(self, column: str, text: str) -> None:
         """Fills in a field of this rank."""
@@ -346,29 +360,35 @@ class _Board:
         return self._ask(lambda: self._store.compare_set("verdict", "", verdict)).decode()
 
     def _ask(self, question: Callable[[], V]) -> V:
+        if self._unanswered is not None and not self._unanswered.is_set():
+            raise _SilentStoreError
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._ask_questions, name="fourmin-store", daemon=True)
+            self._thread.start()
         answers: list[V] = []
         errors: list[dist.DistError] = []
+        is_answered = threading.Event()
 
         def ask() -> None:
             try:
                 answers.append(question())
             except dist.DistError as error:
                 errors.append(error)
+            finally:
+                is_answered.set()
 
-        if self._unanswered is not None and self._unanswered.is_alive():
+        self._questions.put(ask)
+        if not is_answered.wait(STORE_ANSWER_S):
+            self._unanswered = is_answered
             raise _SilentStoreError
-        thread = threading.Thread(target=ask, name="fourmin-store-question", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter exits, and starts no more threads
-            raise _SilentStoreError from None
-        thread.join(STORE_ANSWER_S)
         if errors:
             raise errors[0]
-        if not answers:
-            self._unanswered = thread
-            raise _SilentStoreError
         return answers[0]
+
+    def _ask_questions(self) -> None:
+        """The life of the board's thread."""
+        while (ask := self._questions.get()) is not None:
+            ask()
 
 
 def own_store(purpose: str) -> dist.Store:
