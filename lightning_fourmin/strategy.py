@@ -414,8 +414,7 @@ class FourMinStrategy(DDPStrategy):
         trace, self._trace = self._trace, None
         if trace is not None and self.lightning_module is not None:
             trace.write(self.lightning_module.trainer.default_root_dir)
-        self._spans = None
-        self._late_buffers = None
+        self._spans = self._groups = self._late_buffers = None
         if self._missing_ranks is not None:
             self._missing_ranks.close()
             self._missing_ranks = None

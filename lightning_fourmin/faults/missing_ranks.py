@@ -363,8 +363,12 @@ class _Board:
         if self._unanswered is not None and not self._unanswered.is_set():
             raise _SilentStoreError
         if self._thread is None:
-            self._thread = threading.Thread(target=self._ask_questions, name="fourmin-store", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._ask_questions, name="fourmin-store", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter exits, and starts no more threads
+                raise _SilentStoreError from None
+            self._thread = thread
         answers: list[V] = []
         errors: list[dist.DistError] = []
         is_answered = threading.Event()
