@@ -1,18 +1,32 @@
-"""The `fourmin` strategy: DistributedDataParallel with tensor fusion and hybrid all-reduce behind its hook."""
+"""The `fourmin` strategy: DistributedDataParallel with tensor fusion and hybrid all-reduce behind its hook.
+
+The methods stand in the order in which Lightning calls them:
+
+    the Trainer is made        __init__, precision_plugin, checkpoint_io, _configure_launcher      (one process)
+    the run begins             setup_environment, which calls setup_distributed                    (each rank)
+    a checkpoint is read       load_checkpoint, load_model_state_dict
+    the module is wrapped      _setup_model, _register_ddp_hooks: where there is something to fit
+    every step                 on_train_batch_start, training_step, backward, optimizer_step
+    now and then               reduce, save_checkpoint, on_validation_start
+    the run ends               on_train_end; on_exception if there was an error; teardown
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,21 +44,34 @@ from lightning_fourmin.allreduce.plan import CommOptions, CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups, gather_objects
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
-from lightning_fourmin.errors import LostRankError
+from lightning_fourmin.faults.checkpoint_io import all_ranks_hear, naming_other_models, refuse_foreign, whole_files
+from lightning_fourmin.faults.launcher import PatientLauncher
+from lightning_fourmin.faults.missing_ranks import MissingRanks
+from lightning_fourmin.faults.restart_store import join_group_of_attempt, shares_agents_store
 from lightning_fourmin.precision.plugin import FourMinPrecision
-from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
-from lightning_fourmin.tested_versions import warn_outside_tested_versions
 
 log = logging.getLogger(__name__)
 
+UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
+"""What torch says where a step has left parameters out."""
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+"""The buffers of torch's batch norm layers."""
 
-class FourMinStrategy(ResilientDDPStrategy):
+
+class FourMinStrategy(DDPStrategy):
     """Data-parallel training with fused gradients and an all-reduce chosen by size and topology.
 
-    Where all buffers are running statistics of batch norm they are synced before they are read, not before every
+    It is a `DDPStrategy`, and takes the place of one: `Trainer(strategy="fourmin")`. DDP's reducer cuts the gradients
+    into buckets of the strategy's choice and hands them to its communication hook; behind it the engine all-reduces
+    them in threads of its own. The strategy itself is used by the main thread only. It is pickled where ranks are
+    spawned, so that it holds process groups and threads between `setup_environment` and `teardown` only.
+
+    Where all buffers are running statistics of batch norm, they are synced before they are read, not before every
     forward. A module that switches batch norm to evaluation inside of a training step reads those of its own rank
-    there, unless it is given `forward_sync_buffers=True`, as `ddp` has it.
+    there, unless the strategy is given `forward_sync_buffers=True`, as `ddp` has it.
+
+    What goes wrong is told on all ranks: which rank is gone or has not arrived, why a checkpoint could not be saved.
+    Checkpoints are whole or not there. Under torchrun a restarted run meets in a store of its own.
 
     Args:
         algorithm: "hybrid" (the table chooses for each bucket), "ring", "hierarchical" or "torus".
@@ -63,8 +90,10 @@ class FourMinStrategy(ResilientDDPStrategy):
         trace: record spans; every rank writes its last ones (at most 50,000) as `fourmin_trace.rankN.json` below the
             Trainer's `default_root_dir`, for Perfetto or chrome://tracing, and `fourmin report` merges them into one
             file. On CUDA spans tell when the host launched something, not how long the device took.
-        **kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
+        **kwargs: everything that `DDPStrategy` and `DistributedDataParallel` take.
     """
+
+    # The Trainer is made: no rank, device or process group is known.
 
     def __init__(
         self,
@@ -89,20 +118,15 @@ class FourMinStrategy(ResilientDDPStrategy):
         super().__init__(**kwargs)
         self._ddp_cuts = bool(own_caps)
         self._topology: Topology | None = None
+        self._missing_ranks: MissingRanks | None = None
         self._groups: ProcessGroups | None = None
         self._engine: Engine | None = None
         self._spans: Spans | None = None
         self._trace: Trace | None = None
         self._late_buffers: LateBufferSync | None = None
+        self._checkpoint_path: str | Path | None = None
         self.plan: CommPlan | None = None
         """How the gradients of the current fit travel; None where a user's hook runs."""
-        warn_outside_tested_versions()
-
-    @property
-    def topology(self) -> Topology:
-        """Who is where, known when the ranks have met. A tuned table may use other groups."""
-        assert self._topology is not None
-        return self._topology
 
     @property
     @override
@@ -111,10 +135,35 @@ class FourMinStrategy(ResilientDDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Lightning's plugin for "16-true" and "bf16-true", which has no FP32 masters, makes room for ours."""
+        """Puts ours in the place of Lightning's plugin for "16-true" and "bf16-true", which has no FP32 masters."""
         if type(precision_plugin) is HalfPrecision:
             precision_plugin = FourMinPrecision("fp16" if precision_plugin.precision == "16-true" else "bf16")
         self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = whole_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    # What callbacks and reports ask for, when the ranks have met.
+
+    @property
+    def topology(self) -> Topology:
+        """Who is where, known when the ranks have met. A tuned table may use other groups."""
+        assert self._topology is not None
+        return self._topology
 
     @property
     def fusion_plan(self) -> FusionPlan | None:
@@ -133,7 +182,10 @@ class FourMinStrategy(ResilientDDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # DDPStrategy multiplies devices by nodes, which is wrong where nodes have different numbers of ranks.
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # The run begins: called in each rank, in fits, evaluations and predictions.
 
     @override
     def setup_environment(self) -> None:
@@ -143,6 +195,8 @@ class FourMinStrategy(ResilientDDPStrategy):
                 "use Trainer(accelerator='cpu', strategy='fourmin') or strategy='auto'"
             )
         super().setup_environment()
+        # First of all, so that what fails from here on is explained.
+        self._missing_ranks = MissingRanks(self._options.stall_warning_s) if dist.get_world_size() > 1 else None
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
                 f"the process group has {dist.get_world_size()} ranks but the launcher says {self.world_size}: it is "
@@ -159,6 +213,36 @@ class FourMinStrategy(ResilientDDPStrategy):
         self._topology = Topology.build(node_of, self._options.group_size)
 
     @override
+    def setup_distributed(self) -> None:
+        if shares_agents_store() and not dist.is_initialized():
+            assert self.cluster_environment is not None
+            self.set_world_ranks()
+            join_group_of_attempt(
+                self.cluster_environment,
+                self._get_process_group_backend(),
+                self._timeout or default_pg_timeout,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+        # Makes the group, unless there is one.
+        super().setup_distributed()
+
+    # A checkpoint is read: before the module is set up.
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        refuse_foreign(checkpoint, checkpoint_path)
+        self._checkpoint_path = checkpoint_path
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with naming_other_models(self._checkpoint_path):
+            super().load_model_state_dict(checkpoint, strict)
+
+    # The module is wrapped: in a fit, after it has been converted to its precision and moved to its device.
+
+    @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         user_kwargs = self._ddp_kwargs
         kwargs = dict(user_kwargs)
@@ -173,6 +257,7 @@ class FourMinStrategy(ResilientDDPStrategy):
             refuse_complex_gradients(model, self.plan.wire_dtype)
             if self.plan.fusion is not None:
                 kwargs["bucket_cap_mb_list"] = list(self.plan.fusion.caps_mb)
+        # The arguments of DDP are made for this module; another fit of the strategy begins with the user's again.
         self._ddp_kwargs = kwargs
         try:
             return super()._setup_model(model)
@@ -180,7 +265,7 @@ class FourMinStrategy(ResilientDDPStrategy):
             self._ddp_kwargs = user_kwargs
 
     def _decide_plan(self, model: nn.Module) -> CommPlan:
-        """The plan of a fit; a collective call, since rank 0 reads or all ranks measure the table."""
+        """The plan of a fit; a collective call, since rank 0 reads the table or all ranks measure one."""
         options, precision = self._options, self.precision_plugin
         compute_dtype = precision.dtype if isinstance(precision, FourMinPrecision) else None
         wire_dtype = options.wire(compute_dtype)
@@ -197,30 +282,26 @@ class FourMinStrategy(ResilientDDPStrategy):
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
-        return CommPlan.decide(
-            options,
-            self.topology,
-            dist.get_backend(),
-            table,
-            () if self._ddp_cuts else parameters,
-            compute_dtype,
-            rebuilt,
-        )
+        parameters = [] if self._ddp_cuts else parameters
+        return CommPlan.decide(options, self.topology, dist.get_backend(), table, parameters, compute_dtype, rebuilt)
 
     @override
     def _register_ddp_hooks(self) -> None:
+        # DDPStrategy registers hooks on CUDA only, and drops a user's hook on CPU without a word.
         assert isinstance(self.model, DistributedDataParallel)
         if self._ddp_comm_hook is not None:
             rank_zero_info("fourmin: your ddp_comm_hook is used; fusion and hybrid all-reduce stay out of its way")
-            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            wrapper = self._ddp_comm_wrapper
+            hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
+            self.model.register_comm_hook(self._ddp_comm_state, hook)
             return
         assert self.plan is not None
         assert self._groups is not None
+        assert self.lightning_module is not None
         self._spans = Spans(self.root_device)
         if self._options.trace:
             self._trace = Trace(self.global_rank, self.world_size)
             self._trace.align(self.root_device)
-            assert self.lightning_module is not None
             self._trace.write_at_exit(self.lightning_module.trainer.default_root_dir)
             self._spans.listen(self._trace)
         self._engine = Engine(
@@ -228,17 +309,25 @@ class FourMinStrategy(ResilientDDPStrategy):
             self._groups,
             self.root_device,
             shared_bytes=wire_bytes(self.model, self.plan.wire_dtype),
-            stall_warning_s=self._options.stall_warning_s,
+            missing_ranks=self._missing_ranks,
             spans=self._spans,
         )
         self.model.register_comm_hook(self._engine, all_reduce_hook)
         rank_zero_info(f"fourmin: {self.plan.summary()}")
         log.debug("%s\n%s", self.plan.table, self.plan.explain())
 
+    # Every step. An error of the engine is raised from here: DDP would garble one that it got from its hook.
+
     @override
-    def end_waits(self, error: LostRankError) -> None:
-        if self._engine is not None:
-            self._engine.fail(error)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._late_buffers is not None:
+            self._late_buffers.before_training_step()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._span("training_step"):
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -247,11 +336,6 @@ class FourMinStrategy(ResilientDDPStrategy):
         if self._engine is not None:
             self._engine.raise_error()
         return loss
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._span("training_step"):
-            return super().training_step(*args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -266,25 +350,7 @@ class FourMinStrategy(ResilientDDPStrategy):
     def _span(self, name: str) -> AbstractContextManager[None]:
         return self._spans.during(name) if self._spans else nullcontext()
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._late_buffers is not None:
-            self._late_buffers.before_training_step()
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._sync_late_buffers()
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._sync_late_buffers()
-
-    def _sync_late_buffers(self) -> None:
-        if self._late_buffers is not None:
-            self._late_buffers.sync()
+    # Now and then, by all ranks together.
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
@@ -292,7 +358,7 @@ class FourMinStrategy(ResilientDDPStrategy):
 
         The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples a rank.
         """
-        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         name = reduce_op.lower() if isinstance(reduce_op, str) else ""
         mean = name in ("mean", "avg")
@@ -306,11 +372,39 @@ class FourMinStrategy(ResilientDDPStrategy):
         return tensor if tensor.is_floating_point() else result
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        with all_ranks_hear(self.broadcast):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._sync_late_buffers()
+
+    # The run ends: well, or with an error; `teardown` comes last in any case, but a process may end without it.
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._sync_late_buffers()
+
+    def _sync_late_buffers(self) -> None:
+        if self._late_buffers is not None:
+            self._late_buffers.sync()
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
+        # Lightning's explanation of torch's error names its own strategies, so ours takes the place of the error first.
+        if any(isinstance(arg, str) and UNUSED_PARAMETERS in arg for arg in exception.args):
+            exception.args = (
+                "It looks like your LightningModule has parameters that were not used in producing the loss returned "
+                "by training_step. If this is intentional, you must enable the detection of unused parameters in DDP, "
+                "either by setting the string value `strategy='fourmin_find_unused_parameters_true'` or by setting the "
+                "flag in the strategy with `strategy=FourMinStrategy(find_unused_parameters=True)`.",
+            )
         super().on_exception(exception)
-        if exception.args and isinstance(exception.args[0], str):
-            text = exception.args[0].replace("'ddp_find_unused", "'fourmin_find_unused")
-            exception.args = (text.replace("=DDPStrategy(", "=FourMinStrategy("), *exception.args[1:])
+        if self._missing_ranks is not None and isinstance(exception, Exception):
+            self._missing_ranks.explain(exception)
 
     @override
     def teardown(self) -> None:
@@ -320,9 +414,13 @@ class FourMinStrategy(ResilientDDPStrategy):
         trace, self._trace = self._trace, None
         if trace is not None and self.lightning_module is not None:
             trace.write(self.lightning_module.trainer.default_root_dir)
-        self._spans = None
-        self._late_buffers = None
+        self._spans = self._groups = self._late_buffers = None
+        if self._missing_ranks is not None:
+            self._missing_ranks.close()
+            self._missing_ranks = None
         super().teardown()
+
+    # At the import of the package.
 
     @classmethod
     @override
@@ -339,3 +437,52 @@ class FourMinStrategy(ResilientDDPStrategy):
                     find_unused_parameters=unused,
                     start_method=start_method,
                 )
+
+
+class LateBufferSync:
+    """Broadcasts the running statistics of batch norm from rank 0 when they are about to be read.
+
+    A training forward of batch norm does not read its running statistics, and rank 0 is the source of every broadcast
+    of DDP. So syncing them before evaluation and at the end gives every rank what rank 0 has, once and not in every
+    step. Layers that evaluate in a training step read theirs there; then they are synced before it, as DDP does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._layers = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+        self._training = [layer.training for layer in self._layers]
+
+    def before_training_step(self) -> None:
+        """Syncs when layers have been switched between training and evaluation, and as long as one of them evaluates.
+
+        That one reads its statistics, which may change: those of a teacher follow the student's.
+        """
+        training = [layer.training for layer in self._layers]
+        if training != self._training or not all(training):
+            self._training = training
+            self.sync()
+
+    def sync(self) -> None:
+        """Gives every rank the buffers of rank 0; a collective call."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        for name, buffer in self._module.named_buffers():
+            if name not in ignored:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                dist.broadcast(flat, src=0)
+                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                    buffer.copy_(values.view_as(buffer))
+
+
+def only_batch_norm_statistics(module: nn.Module) -> bool:
+    """Whether the module has buffers, and all of them are running statistics of torch's own batch norm layers."""
+    owned = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
+    return bool(owned) and all(_is_batch_norm(owner) and name in STATISTICS for owner, name in owned)
+
+
+def _is_batch_norm(layer: nn.Module) -> bool:
+    # What a forward of another's making reads in training is not known.
+    return isinstance(layer, _BatchNorm) and type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)

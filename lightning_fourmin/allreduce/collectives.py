@@ -9,9 +9,10 @@ A collective is started by the thread of one stage and waited for by the thread 
 for is a `Transfer`.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -64,35 +65,35 @@ class Payload(Protocol):
     """The parts that `live` was cut from at each reduce-scatter, outermost first."""
 
 
-class Collectives(Protocol):
+class Collectives(ABC):
     """One way to run the collectives; `scale` multiplies a sum before it is rounded to the wire's dtype."""
 
-    has_halves: bool
+    has_halves: ClassVar[bool]
     """Whether an all-reduce between groups runs as reduce-scatter and all-gather, so that it has halves."""
 
+    @abstractmethod
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         """Leaves the sum with the leader."""
-        ...
 
+    @abstractmethod
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
         """Gives everyone what the leader has."""
-        ...
 
+    @abstractmethod
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
         """Leaves each member with the sum of its part, as `payload.live`."""
-        ...
 
+    @abstractmethod
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         """Gives everyone the parts of all members: the inverse of `reduce_scatter`."""
-        ...
 
     def enter_leader(self, payload: Payload, members: Members) -> None:
         """Brings a fresh payload to where `reduce` would have left it, without sending anything."""
-        ...
+        return  # as messages and the backend do: the sum stays where the payload is
 
+    @abstractmethod
     def enter_part(self, payload: Payload, members: Members) -> None:
         """Brings a fresh payload to where `reduce_scatter` would have left it, without sending anything."""
-        ...
 
 
 class Scratch:
@@ -133,7 +134,7 @@ class Scratch:
             self.give_back(total)
 
 
-class MessageCollectives:
+class MessageCollectives(Collectives):
     """Messages from member to member, for CPU tensors on gloo."""
 
     has_halves = True
@@ -146,16 +147,19 @@ class MessageCollectives:
         """
         self._scratch, self._whole_bytes = scratch, whole_bytes
 
+    @override
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         if members.index != 0:
             return Transfer(_send([(payload.live, 0)], members, payload.tag))
         return self._receive_and_add_up(payload, members, scale, [])
 
+    @override
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
         if members.index != 0:
             return Transfer(_receive([(payload.live, 0)], members, payload.tag))
         return Transfer(_send([(payload.live, other) for other in members.others], members, payload.tag))
 
+    @override
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
         if payload.live.nbytes <= self._whole_bytes:
             payload.splits.append([])
@@ -166,6 +170,7 @@ class MessageCollectives:
         payload.live = parts[members.index]
         return self._receive_and_add_up(payload, members, scale, [(parts[other], other) for other in members.others])
 
+    @override
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         parts = payload.splits.pop()
         if not parts:
@@ -175,9 +180,7 @@ class MessageCollectives:
         payload.live = _joined(parts)
         return Transfer(awaited)
 
-    def enter_leader(self, payload: Payload, members: Members) -> None:
-        pass
-
+    @override
     def enter_part(self, payload: Payload, members: Members) -> None:
         if self._whole_bytes:
             raise ValueError("a transport that exchanges whole pieces has no owners: give it whole_bytes=0")
@@ -261,20 +264,23 @@ class SharedCollectives(MessageCollectives):
             payload.live = payload.slot.sums.tensor_split(len(members.ranks))[members.index]
 
 
-class BackendCollectives:
+class BackendCollectives(Collectives):
     """The backend's own collectives (NCCL); sums are made in the wire's dtype."""
 
     has_halves = False
 
+    @override
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         live = payload.live
         work = dist.reduce(live, members.ranks[0], group=members.group, async_op=True)
         return Transfer([(None, work)], None if scale == 1.0 else lambda: live.mul_(scale))
 
+    @override
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
         work = dist.broadcast(payload.live, members.ranks[0], group=members.group, async_op=True)
         return Transfer([(None, work)])
 
+    @override
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
         whole = payload.live
         parts = list(whole.chunk(len(members.ranks)))
@@ -283,14 +289,13 @@ class BackendCollectives:
         work = dist.reduce_scatter_single(mine, whole, group=members.group, async_op=True)
         return Transfer([(None, work)], None if scale == 1.0 else lambda: mine.mul_(scale))
 
+    @override
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         mine, payload.live = payload.live, _joined(payload.splits.pop())
         work = dist.all_gather_single(payload.live, mine, group=members.group, async_op=True)
         return Transfer([(None, work)])
 
-    def enter_leader(self, payload: Payload, members: Members) -> None:
-        pass
-
+    @override
     def enter_part(self, payload: Payload, members: Members) -> None:
         parts = list(payload.live.chunk(len(members.ranks)))
         payload.splits.append(parts)

@@ -21,7 +21,7 @@ from lightning_fourmin.allreduce.pipeline import FINISH, BucketInFlight, Piece, 
 from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.routes import Routes
-from lightning_fourmin.faults.stall_watch import StallWatch, Wait
+from lightning_fourmin.faults.missing_ranks import MissingRanks, Wait
 
 NUM_TAGS = 1 << 31
 """Gloo takes no larger tag."""
@@ -45,10 +45,13 @@ class Engine:
         device: torch.device,
         *,
         shared_bytes: int = 0,
-        stall_warning_s: float | None = None,
+        missing_ranks: MissingRanks | None = None,
         spans: Spans | None = None,
     ) -> None:
-        """`shared_bytes` is what a step puts on the wire; shared memory of that size serves the ranks of a node."""
+        """`shared_bytes` is what a step puts on the wire; shared memory of that size serves the ranks of a node.
+
+        `missing_ranks` is told what the engine waits for until `close`, and says who has not arrived.
+        """
         self.plan = plan
         self.spans = spans or Spans(device)
         self.meter: Meter | None = None
@@ -65,15 +68,14 @@ class Engine:
         self._held: list[Piece] = []
         self._busy: dict[str, tuple[float, Piece]] = {}
         """By stage: since when it has which piece in hand."""
-        self._stall_watch = None
+        self._missing_ranks = missing_ranks
         self._pipeline: ThreadPipeline | StreamPipeline
         if device.type == "cuda":
             self._pipeline = StreamPipeline(self._routes.stages, self._visit, device)
         else:
-            # On CUDA no thread of ours waits: NCCL's watchdog speaks there.
-            if stall_warning_s is not None:
-                self._stall_watch = StallWatch(stall_warning_s, self._waits, groups.number)
             self._pipeline = ThreadPipeline(self._routes.stages, self._visit, self.spans, self._close_arena)
+        if missing_ranks is not None:
+            missing_ranks.watch(self)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -149,11 +151,15 @@ class Engine:
 
     def close(self) -> None:
         """Stops the stages; one that is still blocked in the backend after a bounded wait is left as a daemon."""
-        if self._stall_watch is not None:
-            self._stall_watch.close()
+        if self._missing_ranks is not None:
+            self._missing_ranks.forget(self)
         has_ended = self._pipeline.close(time.monotonic() + (0.0 if self._error is not None else JOIN_S))
         if self._error is not None or self._in_flight or not has_ended:
             self._groups.clean = False
+
+    def waits(self) -> list[Wait]:
+        """What each stage is doing, which may be waiting; on CUDA no stage waits, and NCCL's watchdog speaks there."""
+        return [] if self._device.type == "cuda" else [self._wait_of(*busy) for busy in list(self._busy.values())]
 
     def advance(self, piece: Piece, stage: str, is_first: bool) -> None:
         """Takes a piece through one stage: waits for the phase before it and starts the stage's own."""
@@ -264,12 +270,10 @@ class Engine:
     def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
         wait = self._wait_of(since_s, piece)
         error.add_note(f"in {wait.what}")
-        if self._stall_watch is not None and (who := self._stall_watch.explain(wait)) is not None:
+        if self._missing_ranks is None or self._device.type == "cuda":
+            return
+        if (who := self._missing_ranks.explain_wait(wait)) is not None:
             error.add_note(who)
-
-    def _waits(self) -> list[Wait]:
-        """What each stage is doing, which may be waiting."""
-        return [self._wait_of(*busy) for busy in list(self._busy.values())]
 
     def _wait_of(self, since_s: float, piece: Piece) -> Wait:
         missing_rank = None if piece.pending is None else piece.pending.missing_rank

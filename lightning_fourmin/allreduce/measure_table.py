@@ -44,8 +44,9 @@ AUTO_BUDGET_S = 5.0
 SEARCH_BUDGET_S = 15.0
 """Below this budget groups are the nodes and chunks have their default size."""
 SEARCH_SHARE = 0.2
-"""Of the budget, for groups and again for chunks."""
+"""Share of the budget for groups, and again for chunks."""
 SEARCH_BYTES = (64 * 1024, 4 * 1024 * 1024)
+"""Sizes at which groups and chunks are compared."""
 ROUND_MS, MAX_REPEATS = 50.0, 8
 """A round measures small sizes several times: they take little of the budget, and vary most."""
 CLEARLY = 0.8
@@ -54,8 +55,9 @@ all-reduce alone, they took more of a step, where cores are busy."""
 
 K = TypeVar("K", bound=Hashable)
 Way = Callable[[torch.Tensor], object]
+"""Does to a tensor what is timed."""
 Progress = Callable[[float], object]
-"""Told the share of the budget that is spent."""
+"""Is called with the share of the budget that is spent."""
 
 
 def timed_ms(way: Way, data: torch.Tensor) -> float:
@@ -71,11 +73,11 @@ def timed_ms(way: Way, data: torch.Tensor) -> float:
 
 
 def through(engine: Engine) -> Way:
-    """An all-reduce through an engine, as `timed_ms` wants it."""
+    """An all-reduce through an engine, in the form that `timed_ms` times."""
 
     def way(data: torch.Tensor) -> None:
         engine.submit(data, 0).wait()
-        # One that failed is over at once, and would be the fastest.
+        # An all-reduce that failed is over at once, and would be taken for the fastest.
         engine.raise_error()
 
     return way
@@ -93,14 +95,14 @@ def measure_table(
 ) -> AllReduceTable:
     """A table of medians, the same on all ranks; sizes that the budget does not reach are left out.
 
-    Gradients are FP32, sizes are those on the wire. `search`: looks for better groups than the nodes and for the best
-    chunks, if the budget allows.
+    Gradients are FP32, sizes are those on the wire. With `search` it also looks for better groups than the nodes and
+    for the best chunks, if the budget allows. A collective call.
     """
-    return _Tuner(topology, groups, device, largest_bytes, budget_s, wire_dtype, progress).measure(search)
+    return _Measurement(topology, groups, device, largest_bytes, budget_s, wire_dtype, progress).measure(search)
 
 
-class _Tuner:
-    """Measures on one topology; every method is a collective call."""
+class _Measurement:
+    """The measurement of one table; every method is a collective call, and rank 0's clock decides when to stop."""
 
     def __init__(
         self,

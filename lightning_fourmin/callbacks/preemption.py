@@ -16,7 +16,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_fourmin._lightning import ASK_BEFORE_BATCH, REQUEUE_HANDLER, SIGTERM_HANDLER, set_handler
+from lightning_fourmin._lightning import (
+    ASK_BEFORE_BATCH,
+    REQUEUE_HANDLER,
+    SIGTERM_HANDLER,
+    set_handler,
+    sigterm_exception,
+)
 
 FILE_NAME = "last.ckpt"
 EXIT_CODE = 128 + signal.SIGTERM
@@ -82,7 +88,7 @@ class PreemptionCheckpoint(Callback):
         self._next_step = self._step + 1
         if self._asked:
             rank_zero_info(f"{self._by_whom} before the first step: nothing is saved")
-            raise SIGTERMException(EXIT_CODE)
+            raise sigterm_exception(EXIT_CODE)
         vars(trainer.fit_loop.epoch_loop)[ASK_BEFORE_BATCH] = lambda: None
 
     @override
@@ -94,7 +100,7 @@ class PreemptionCheckpoint(Callback):
         if self._asked:
             self._save(trainer)
             if not trainer.is_last_batch:
-                raise SIGTERMException(EXIT_CODE)
+                raise sigterm_exception(EXIT_CODE)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,7 +112,7 @@ class PreemptionCheckpoint(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
         if self._asked or self._heard:
-            raise SIGTERMException(EXIT_CODE)
+            raise sigterm_exception(EXIT_CODE)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape
 from lightning_fourmin.cli.hydra_app import give_up, run
-from lightning_fourmin.cli.spawn_ranks import run_ranks
-from lightning_fourmin.cli.train_rank import external_rank
+from lightning_fourmin.cli.spawn_ranks import Launch, run_ranks
 from lightning_fourmin.errors import RankError
 from lightning_fourmin.models import MODELS
 from lightning_fourmin.simulate.layer_profile import ARGUMENT_ERRORS, input_error
@@ -32,10 +31,10 @@ def main() -> None:
 def _tune(options: TuneOptions) -> None:
     try:
         check_net(options)
-        if external_rank() is None:
-            run_ranks(tune_rank, asdict(options), options.devices)
-        else:
+        if Launch.detect().is_external:
             tune_rank(asdict(options))
+        else:
+            run_ranks(tune_rank, asdict(options), options.devices)
     except (ValueError, RankError) as error:
         give_up("tune", str(error))
 
@@ -81,11 +80,12 @@ def _net_and_shape(options: TuneOptions) -> tuple[nn.Module, list[int]]:
 
 
 def _started(options: TuneOptions) -> tuple[int, int]:
-    """Ranks a node and nodes, as the launcher has started them, or as asked for."""
-    if "LOCAL_WORLD_SIZE" in os.environ and external_rank() is not None:
+    """The number of ranks a node and of nodes: as the launcher started them, else as the options ask."""
+    launch = Launch.detect()
+    if launch.by == "torchrun":
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local, int(os.environ["WORLD_SIZE"]) // local
-    if external_rank() is not None:
+    if launch.by == "srun":
         num_nodes = int(os.environ.get("SLURM_NNODES", 1))
         return int(os.environ["SLURM_NTASKS"]) // num_nodes, num_nodes
     return options.devices, 1

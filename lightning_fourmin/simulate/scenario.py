@@ -17,7 +17,7 @@ from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.step import Hardware, Step
+from lightning_fourmin.simulate.step import CommCosts, Step
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with
 
 EVERY_GRADIENT_ALONE_MB = 1e-9
@@ -115,14 +115,14 @@ class Scenario:
         return AllReduceTable.from_cost_model(topology, backend, links)
 
     @property
-    def hardware(self) -> Hardware:
-        """What the plan is carried out on."""
-        return Hardware(self.cluster.links, self.cluster.host)
+    def comm_costs(self) -> CommCosts:
+        """What communication costs on the cluster."""
+        return CommCosts(self.cluster.links, self.cluster.host)
 
     @cached_property
     def step(self) -> Step:
         """The simulated step; with stragglers the mean of several."""
-        return simulate_with(self.stragglers, self.profile, self.plan, self.hardware)
+        return simulate_with(self.stragglers, self.profile, self.plan, self.comm_costs)
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -25,13 +25,12 @@ from lightning_fourmin.simulate.resources import Cores, Gaps, Wire
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """What a plan is carried out on."""
+class CommCosts:
+    """What communication costs on a cluster: on its links, and where ranks are on CPU also on the cores."""
 
     links: Links
     host: Link | None = None
-    """What sending a piece costs the cores that compute, where ranks are on CPU. The cost is spread over the time that
-    the piece is between groups."""
+    """What sending a piece takes of the cores that compute, spread over the time that the piece is between groups."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,10 @@ class _Piece:
     """When the phases that it has passed so far were over."""
 
 
-def simulate(profile: Profile, plan: CommPlan, hardware: Hardware) -> Step:
+def simulate(profile: Profile, plan: CommPlan, comm_costs: CommCosts) -> Step:
     """One step in which every rank computes exactly as the profile says."""
     cores = Cores()
-    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, hardware, cores)
+    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, comm_costs, cores)
     ended_s = cores.reach(profile.forward_s + profile.backward_s)
     done_s = max([ended_s, *(piece.done_s for piece in pieces)])
     step_s = done_s + profile.update_s
@@ -89,7 +88,9 @@ def simulate(profile: Profile, plan: CommPlan, hardware: Hardware) -> Step:
     return Step(step_s, profile.compute_s, comm_s, (*main, *spans))
 
 
-def _communicate(profile: Profile, plan: CommPlan, hardware: Hardware, cores: Cores) -> tuple[list[_Piece], list[Span]]:
+def _communicate(
+    profile: Profile, plan: CommPlan, comm_costs: CommCosts, cores: Cores
+) -> tuple[list[_Piece], list[Span]]:
     """Sends all pieces; gives them with their times, and a span for each phase."""
     done_after_s = {gradient.name: profile.forward_s + gradient.ready_s for gradient in profile.gradients}
     # Groups that span nodes reduce and broadcast on the link between nodes, too, so no phase is inside a node.
@@ -103,13 +104,13 @@ def _communicate(profile: Profile, plan: CommPlan, hardware: Hardware, cores: Co
         start_s, piece.done_s = link.carry(piece.done_s, phase.total_s)
         details = {"algorithm": piece.algorithm.name, "bytes": piece.num_bytes}
         spans.append(Span(phase.stage, f"bucket {piece.bucket}", start_s, piece.done_s, details))
-        if phase.stage == "scatter" and hardware.host is not None:
-            host_s = hardware.host.latency_s + piece.num_bytes * hardware.host.s_per_byte
+        if phase.stage == "scatter" and comm_costs.host is not None:
+            host_s = comm_costs.host.latency_s + piece.num_bytes * comm_costs.host.s_per_byte
             cores.serve(start_s, piece.done_s, host_s)
 
     @cache
     def costs(algorithm: Algorithm, num_bytes: int) -> tuple[PhaseCost, ...]:
-        return algorithm.costs(num_bytes, plan.topology, hardware.links)
+        return algorithm.costs(num_bytes, plan.topology, comm_costs.links)
 
     for index, row in enumerate(plan.rows):
         ready_s = cores.reach(max(done_after_s[name] for name in row.bucket.names))

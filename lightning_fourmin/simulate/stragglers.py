@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.step import Hardware, Step, simulate
+from lightning_fourmin.simulate.step import CommCosts, Step, simulate
 
 NUM_STEPS = 25
 """Steps that the mean is taken over."""
@@ -71,15 +71,15 @@ class Stragglers:
         return high
 
 
-def simulate_with(stragglers: Stragglers, profile: Profile, plan: CommPlan, hardware: Hardware) -> Step:
+def simulate_with(stragglers: Stragglers, profile: Profile, plan: CommPlan, comm_costs: CommCosts) -> Step:
     """A step of the mean length over several steps with stragglers.
 
     Its compute time is that of the profile, so what ranks wait for each other counts as exposed time.
     """
     if stragglers.have_no_effect or plan.topology.world_size == 1:
-        return simulate(profile, plan, hardware)
+        return simulate(profile, plan, comm_costs)
     paces = stragglers.paces(plan.topology.world_size)
-    steps = {pace: simulate(profile.scaled(pace), plan, hardware) for pace in set(paces)}
+    steps = {pace: simulate(profile.scaled(pace), plan, comm_costs) for pace in set(paces)}
     mean_s = statistics.fmean(steps[pace].step_s for pace in paces)
     typical = min(steps.values(), key=lambda step: abs(step.step_s - mean_s))
     return replace(typical, step_s=mean_s, compute_s=profile.compute_s)

@@ -28,8 +28,8 @@ from lightning_fourmin.allreduce.engine import Engine, all_reduce_hook
 from lightning_fourmin.allreduce.measure_table import Progress, timed_ms
 from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups, broadcast_object
-from lightning_fourmin.buffers import only_batch_norm_statistics
 from lightning_fourmin.errors import PlanError
+from lightning_fourmin.strategy import only_batch_norm_statistics
 
 NUM_WARMUP, NUM_TIMED = 2, 3
 """Steps of a variant in each turn. DDP cuts its buckets anew after the first one, so that one must not count."""

@@ -189,13 +189,8 @@ def test_switch_points_are_where_the_lines_cross() -> None:
     assert crossing_table().only("ring").switch_points() == []
 
 
-@pytest.mark.parametrize("name", ["curves.svg", "curves.png"])
-def test_picture_shows_algorithms_and_switch_points(tmp_path: Path, name: str) -> None:
-    draw(crossing_table(), tmp_path / "new" / name)
-    picture = (tmp_path / "new" / name).read_bytes()
-    if name.endswith("png"):
-        assert picture.startswith(b"\x89PNG")
-    else:
-        text = picture.decode()
-        for word in ("hierarchical to ring", "685 B", "nodes2x2_groups2x2", "ms, median and quartiles"):
-            assert f"<!-- {word}" in text or word in text
+def test_picture_shows_algorithms_and_switch_points(tmp_path: Path) -> None:
+    draw(crossing_table(), tmp_path / "new" / "curves.svg")
+    text = (tmp_path / "new" / "curves.svg").read_text()
+    for words in ("685 B: hierarchical to ring", "nodes2x2_groups2x2", "ms, median and quartiles"):
+        assert words in text

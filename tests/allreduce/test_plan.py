@@ -22,7 +22,7 @@ from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, Row, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.simulate.layer_profile import Gradient, Profile
-from lightning_fourmin.simulate.step import Hardware, simulate
+from lightning_fourmin.simulate.step import CommCosts, simulate
 from tests.allreduce.test_engine import topology
 from tests.support.pool import RankPool
 from tests.support.training import Regression, data, rank_trainer
@@ -168,7 +168,7 @@ def pieces_sent(options: dict[str, Any]) -> tuple[list[tuple[str, int]], list[tu
     gradients = tuple(
         Gradient(name, row.bucket.num_bytes, float(i)) for i, row in enumerate(plan.rows) for name in row.bucket.names
     )
-    step = simulate(Profile(gradients, 1.0, 10.0, 1.0, 1, "made"), plan, Hardware(default_links("gloo")))
+    step = simulate(Profile(gradients, 1.0, 10.0, 1.0, 1, "made"), plan, CommCosts(default_links("gloo")))
     simulated = [(s.details["algorithm"], s.details["bytes"]) for s in step.spans if s.lane == "scatter"]
     # The last step: in the first one DDP cuts its buckets in another order.
     return sent[-len(simulated) :], simulated  # type: ignore[return-value]

@@ -9,7 +9,7 @@ import torch
 
 from lightning_fourmin.errors import CheckpointError
 from lightning_fourmin.faults.checkpoint_io import PART, AtomicCheckpointIO
-from lightning_fourmin.runs.resume import first_whole
+from lightning_fourmin.runs.folder import first_whole
 from tests.faults.test_checkpoints import KILLED_WRITER, STATE, first_value
 
 # Of 255 bytes; wherever the last is cut, up to three bytes are a part of a character.
