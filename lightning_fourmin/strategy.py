@@ -26,11 +26,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fourmin._lightning import BatchNormBase
 from lightning_fourmin.allreduce.buckets import (
     FusionPlan,
     refuse_complex_gradients,
@@ -449,7 +449,7 @@ class LateBufferSync:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._layers = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+        self._layers = [child for child in module.modules() if isinstance(child, BatchNormBase)]
         self._training = [layer.training for layer in self._layers]
 
     def before_training_step(self) -> None:
@@ -485,4 +485,4 @@ def only_batch_norm_statistics(module: nn.Module) -> bool:
 
 def _is_batch_norm(layer: nn.Module) -> bool:
     # What a forward of another's making reads in training is not known.
-    return isinstance(layer, _BatchNorm) and type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return isinstance(layer, BatchNormBase) and type(layer).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)

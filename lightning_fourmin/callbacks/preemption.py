@@ -20,6 +20,7 @@ from lightning_fourmin._lightning import (
     ASK_BEFORE_BATCH,
     REQUEUE_HANDLER,
     SIGTERM_HANDLER,
+    hpc_checkpoint_path,
     set_handler,
     sigterm_exception,
 )
@@ -143,7 +144,7 @@ class PreemptionCheckpoint(Callback):
         trainer.save_checkpoint(path)
         rank_zero_info(f"{self._by_whom}: saved {path} after step {self._step}")
         if self._asked == _Asked.QUEUE_AGAIN:
-            trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+            trainer.save_checkpoint(hpc_checkpoint_path(trainer))
 
 
 def _queue_again() -> None:
