@@ -22,8 +22,6 @@ from lightning_fourmin._lightning import WrappingCheckpointIO
 from lightning_fourmin.errors import CheckpointError
 
 PART = ".fourmin-part"
-_OLD_FORMAT = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-"""How files begin that torch saved before 1.6."""
 
 
 class ObjectsError(CheckpointError):
@@ -66,11 +64,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             f"{path} is not a whole checkpoint: cut short, damaged, or another kind of file; resume from another"
         )
         if _is_local(path) and not _is_whole(_local(path)):
-            if _is_of_old_format(_local(path)):
-                raise CheckpointError(
-                    f"{path} is in torch's format of before 1.6, which has no checksums: load it with torch.load, save "
-                    "it to a new file with torch.save and resume from that"
-                )
             raise refusal
         try:
             return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
@@ -159,12 +152,6 @@ def _is_whole(path: Path) -> bool:
         raise  # nothing is known about it
     except (zipfile.BadZipFile, EOFError, OSError):
         return False
-
-
-def _is_of_old_format(path: Path) -> bool:
-    with suppress(OSError), path.open("rb") as file:
-        return file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
-    return False
 
 
 def _publish(content: memoryview, path: Path) -> None:
