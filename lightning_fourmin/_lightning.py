@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import _get_default_store
 
 SIGTERM_HANDLER, REQUEUE_HANDLER = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
-"""What Lightning does at SIGTERM, and when SLURM warns that the time is up."""
+"""The handlers of Lightning for SIGTERM, and for the signal of SLURM that the time is up."""
 ASK_BEFORE_BATCH = "_broadcast_sigterm_tensor"
-"""Its broadcast before every batch."""
+"""The broadcast with which Lightning asks before every batch whether a rank has got SIGTERM."""
 
 # There is no public launcher of scripts to build on.
 SubprocessScriptLauncher = _SubprocessScriptLauncher
@@ -29,7 +29,7 @@ get_default_store = _get_default_store
 
 
 def set_handler(trainer: Trainer, name: str, handler: Callable[[int, FrameType | None], None] | None) -> None:
-    """What Lightning registers for a signal before it runs, and takes back at the end, instead of its own `name`."""
+    """Sets what Lightning registers for a signal instead of its own `name` when a run begins; None: its own again."""
     connector = vars(trainer._signal_connector)
     if handler is None:
         connector.pop(name, None)

@@ -84,7 +84,7 @@ def test_killed_while_writing(saved: Path) -> None:
     assert sorted(path.name for path in saved.parent.iterdir()) == ["last.ckpt", "next.ckpt", "other.ckpt"]
 
 
-# Of 255 bytes; wherever the last is cut, up to three bytes are a part of a character.
+# Names of 255 bytes. Wherever a name is cut, up to three bytes may be a part of a character.
 LONG_NAMES = pytest.mark.parametrize(
     "name",
     [f"{'a' * 250}.ckpt", f"{chr(0x20AC) * 83}a.ckpt", f"a{chr(0x20AC) * 83}.ckpt", f"aa{chr(0x1F642) * 62}.ckpt"],

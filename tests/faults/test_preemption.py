@@ -37,7 +37,7 @@ class WithLars(Counting):
 
 
 class AsksOneRank(Callback):
-    """To end, as a scheduler would: in a step, or before the first."""
+    """Asks rank 1 to end, as a scheduler would: in a step, or before the first."""
 
     def __init__(self, step: int | None) -> None:
         self._step = step
