@@ -210,10 +210,10 @@ class MissingRanks:
 
     def _look_at_waits(self, now_s: float) -> None:
         """Posts the first wait that is long, and warns of those that are too long."""
-        waiter = self._waiter
-        if waiter is None or self._limit_s is None:
+        if self._limit_s is None:
             return
-        waits = waiter.waits()
+        waiter = self._waiter
+        waits = [] if waiter is None else waiter.waits()
         self._post(next((wait.what for wait in waits if now_s - wait.since_s > self._look_s), ""))
         present = {wait[:2] for wait in waits}
         self._warned &= present
