@@ -31,28 +31,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fourmin.allreduce.broadcast_object import gathered
 from lightning_fourmin.allreduce.buckets import (
-    MIB,
     FusionPlan,
     refuse_complex_gradients,
     refuse_sparse_gradients,
     wire_bytes,
 )
 from lightning_fourmin.allreduce.engine import Engine, all_reduce_hook
-from lightning_fourmin.allreduce.meter import Meter
-from lightning_fourmin.allreduce.process_groups import ProcessGroups
-from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
-from lightning_fourmin.allreduce.table_selection import choose_cuts, choose_table
+from lightning_fourmin.allreduce.measure import Meter, Spans, Trace
+from lightning_fourmin.allreduce.measure_table import choose_table
+from lightning_fourmin.allreduce.plan import CommOptions, CommPlan
+from lightning_fourmin.allreduce.process_groups import ProcessGroups, gather_objects
+from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.allreduce.trace import Trace
 from lightning_fourmin.faults.checkpoint_io import default_to_atomic, explain_mismatch, refuse_foreign, share_failure
 from lightning_fourmin.faults.launcher import PatientLauncher
 from lightning_fourmin.faults.missing_ranks import MissingRanks
 from lightning_fourmin.faults.restart_store import join_group_of_attempt, shares_agents_store
-from lightning_fourmin.options import WIRE_DTYPES, CommOptions
 from lightning_fourmin.precision.plugin import FourMinPrecision
-from lightning_fourmin.tested_versions import warn_outside_tested_versions
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +77,8 @@ class FourMinStrategy(DDPStrategy):
         algorithm: "hybrid" (the table chooses for each bucket), "ring", "hierarchical" or "torus".
         group_size: ranks a group of the hierarchical and torus all-reduce; None: what the table found best, else the
             ranks of a node.
-        fusion_mb: fusion threshold in MiB of gradients; None: the cuts that `fourmin tune model=...` found for this
-            module and left beside the table, else 2 to 32 MiB by the cost model.
+        fusion_mb: fusion threshold in MiB of gradients; None: what `fourmin tune model=...` found best and wrote into
+            the table, else 2 to 32 MiB by the cost model.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
         table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
             keep it; None: the cached table, else the cost model.
@@ -91,9 +87,9 @@ class FourMinStrategy(DDPStrategy):
             in range (see `allreduce/predivide.py`).
         stall_warning_s: seconds; when a phase waits longer, every rank that waits says which ranks have not arrived
             (on CUDA that is left to the watchdog of NCCL).
-        trace: record spans; rank 0 writes those of all ranks (the last million, at most 50,000 of each) as
-            `fourmin_trace.json` below the Trainer's `default_root_dir`, for Perfetto or chrome://tracing. On CUDA
-            spans tell when the host launched something, not how long the device took.
+        trace: record spans; every rank writes its last ones (at most 50,000) as `fourmin_trace.rankN.json` below the
+            Trainer's `default_root_dir`, for Perfetto or chrome://tracing, and `fourmin report` merges them into one
+            file. On CUDA spans tell when the host launched something, not how long the device took.
         **kwargs: everything that `DDPStrategy` and `DistributedDataParallel` take.
     """
 
@@ -123,13 +119,14 @@ class FourMinStrategy(DDPStrategy):
         self._ddp_cuts = bool(own_caps)
         self._topology: Topology | None = None
         self._missing_ranks: MissingRanks | None = None
+        self._groups: ProcessGroups | None = None
         self._engine: Engine | None = None
+        self._spans: Spans | None = None
         self._trace: Trace | None = None
         self._late_buffers: LateBufferSync | None = None
         self._checkpoint_path: str | Path | None = None
-        self.fusion_plan: FusionPlan | None = None
-        """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
-        warn_outside_tested_versions()
+        self.plan: CommPlan | None = None
+        """How the gradients of the current fit travel; None where a user's hook runs."""
 
     @property
     @override
@@ -169,23 +166,18 @@ class FourMinStrategy(DDPStrategy):
         return self._topology
 
     @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """The dtype of gradients on the wire; None: their own."""
-        if self._options.wire_dtype is not None:
-            return WIRE_DTYPES[self._options.wire_dtype]
-        return self.precision_plugin.dtype if isinstance(self.precision_plugin, FourMinPrecision) else None
+    def fusion_plan(self) -> FusionPlan | None:
+        """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
+        return None if self.plan is None else self.plan.fusion
 
     @property
     def table(self) -> AllReduceTable | None:
         """What the current fit chooses algorithms by; None where a user's hook runs."""
-        return None if self._engine is None else self._engine.table
+        return None if self.plan is None else self.plan.table
 
     def measure_communication(self) -> Meter | None:
         """Starts to measure what communication costs; None where a user's hook runs instead of the engine."""
-        if self._engine is None:
-            return None
-        self._engine.meter = self._engine.meter or Meter(self.root_device)
-        return self._engine.meter
+        return None if self._engine is None else self._engine.measure()
 
     @property
     @override
@@ -211,7 +203,7 @@ class FourMinStrategy(DDPStrategy):
                 f"the process group has {dist.get_world_size()} ranks but the launcher says {self.world_size}: it is "
                 "of an earlier run; run each job of a sweep in a process of its own"
             )
-        places = gathered((self.node_rank, self.num_processes))
+        places = gather_objects((self.node_rank, self.num_processes))
         node_of = [node for node, _ in places]
         for node, asked_for in places:
             if node_of.count(node) != asked_for:
@@ -259,13 +251,13 @@ class FourMinStrategy(DDPStrategy):
         if not {"forward_sync_buffers", "broadcast_buffers"} & kwargs.keys() and only_batch_norm_statistics(model):
             kwargs["forward_sync_buffers"] = False
             self._late_buffers = LateBufferSync(model)
-        self.fusion_plan = None
+        self.plan = None
         if self._ddp_comm_hook is None:
             refuse_sparse_gradients(model)
-            refuse_complex_gradients(model, self.wire_dtype)
-            if not self._ddp_cuts and any(p.requires_grad for p in model.parameters()):
-                self.fusion_plan = self._plan_fusion(model)
-                kwargs["bucket_cap_mb_list"] = list(self.fusion_plan.caps_mb)
+            self.plan = self._decide_plan(model)
+            refuse_complex_gradients(model, self.plan.wire_dtype)
+            if self.plan.fusion is not None:
+                kwargs["bucket_cap_mb_list"] = list(self.plan.fusion.caps_mb)
         # The arguments of DDP are made for this module; another fit of the strategy begins with the user's again.
         self._ddp_kwargs = kwargs
         try:
@@ -273,16 +265,26 @@ class FourMinStrategy(DDPStrategy):
         finally:
             self._ddp_kwargs = user_kwargs
 
-    def _plan_fusion(self, model: nn.Module) -> FusionPlan:
+    def _decide_plan(self, model: nn.Module) -> CommPlan:
+        """The plan of a fit; a collective call, since rank 0 reads the table or all ranks measure one."""
+        options, precision = self._options, self.precision_plugin
+        compute_dtype = precision.dtype if isinstance(precision, FourMinPrecision) else None
+        wire_dtype = options.wire(compute_dtype)
+        self._groups = ProcessGroups.shared(self._timeout)
+        table = choose_table(
+            options.table,
+            self.topology,
+            self._groups,
+            self.root_device,
+            wire_bytes(model, wire_dtype),
+            wire_dtype,
+            any_groups=options.group_size is None,
+        )
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
-        if self._options.fusion_mb is not None:
-            return FusionPlan.build(parameters, self._options.fusion_mb, rebuilt)
-        cuts = choose_cuts(self._options.table, self.topology, parameters)
-        if cuts is not None:
-            return FusionPlan.from_cuts(parameters, cuts.bucket_bytes, rebuilt, cuts.algorithm)
-        return FusionPlan.build(parameters, default_fusion_mb(self.topology, dist.get_backend()), rebuilt)
+        parameters = [] if self._ddp_cuts else parameters
+        return CommPlan.decide(options, self.topology, dist.get_backend(), table, parameters, compute_dtype, rebuilt)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -294,48 +296,26 @@ class FourMinStrategy(DDPStrategy):
             hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
             self.model.register_comm_hook(self._ddp_comm_state, hook)
             return
-        groups, bytes_a_step = ProcessGroups.shared(self._timeout), wire_bytes(self.model, self.wire_dtype)
+        assert self.plan is not None
+        assert self._groups is not None
+        assert self.lightning_module is not None
+        self._spans = Spans(self.root_device)
         if self._options.trace:
             self._trace = Trace(self.global_rank, self.world_size)
             self._trace.align(self.root_device)
-        table = self._choose_table(groups, bytes_a_step)
+            self._trace.write_at_exit(self.lightning_module.trainer.default_root_dir)
+            self._spans.listen(self._trace)
         self._engine = Engine(
-            table.groups_of(self.topology),
-            table,
-            groups,
+            self.plan,
+            self._groups,
             self.root_device,
-            self.wire_dtype,
-            self._options.predivide,
-            shared_bytes=bytes_a_step,
+            shared_bytes=wire_bytes(self.model, self.plan.wire_dtype),
             missing_ranks=self._missing_ranks,
-            trace=self._trace,
+            spans=self._spans,
         )
         self.model.register_comm_hook(self._engine, all_reduce_hook)
-        self._announce(self._engine)
-
-    def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
-        options = self._options
-        any_groups, device = options.group_size is None, self.root_device
-        table = choose_table(
-            options.table, self.topology, groups, device, largest_bytes, self.wire_dtype, any_groups=any_groups
-        )
-        if options.switch_mb is not None:
-            return table.with_switch(int(options.switch_mb * MIB))
-        if options.algorithm != "hybrid":
-            return table.only(options.algorithm)
-        return table if self.fusion_plan is None else table.for_plan(self.fusion_plan)
-
-    def _announce(self, engine: Engine) -> None:
-        wire = str(engine.wire_dtype or "gradients' dtype").removeprefix("torch.")
-        buckets = "as DDP cuts them"
-        if self.fusion_plan is not None:
-            tuned = " (measured cuts)" if self.fusion_plan.threshold_bytes is None else ""
-            buckets = f"{len(self.fusion_plan.buckets)}{tuned}"
-        rank_zero_info(
-            f"fourmin: {engine.topology}; buckets: {buckets}; wire: {wire}; all-reduce ({engine.table.source}): "
-            f"{engine.table.summary()}"
-        )
-        log.debug("%s\n%s", engine.table, self.fusion_plan)
+        rank_zero_info(f"fourmin: {self.plan.summary()}")
+        log.debug("%s\n%s", self.plan.table, self.plan.explain())
 
     # Every step. An error of the engine is raised from here: DDP would garble one that it got from its hook.
 
@@ -362,14 +342,14 @@ class FourMinStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._engine is not None:
             self._engine.raise_error()  # manual optimization may go around `backward`: by loss.backward()
-        if self._trace is None:
+        if not self._spans:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         # The closure is forward and backward: the optimizer's own work begins after it.
-        with self._trace.span_after("main", "optimizer", closure) as timed:
+        with self._spans.after("optimizer", closure) as timed:
             return super().optimizer_step(optimizer, timed, *args, **kwargs)
 
     def _span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._trace is None else self._trace.span("main", name)
+        return self._spans.during(name) if self._spans else nullcontext()
 
     # Now and then, by all ranks together.
 
@@ -384,8 +364,7 @@ class FourMinStrategy(DDPStrategy):
         name = reduce_op.lower() if isinstance(reduce_op, str) else ""
         mean = name in ("mean", "avg")
         op: Any = ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()) if name else reduce_op
-        meter = None if self._engine is None else self._engine.meter
-        with nullcontext() if meter is None else meter.waiting():
+        with self._spans.waiting() if self._spans else nullcontext():
             dist.all_reduce(tensor, op=op, group=group)
         if not mean:
             return tensor
@@ -435,8 +414,8 @@ class FourMinStrategy(DDPStrategy):
             self._engine = None
         trace, self._trace = self._trace, None
         if trace is not None and self.lightning_module is not None:
-            trace.write_merged(self.lightning_module.trainer.default_root_dir)
-        self._late_buffers = None
+            trace.write(self.lightning_module.trainer.default_root_dir)
+        self._spans = self._groups = self._late_buffers = None
         if self._missing_ranks is not None:
             self._missing_ranks.close()
             self._missing_ranks = None

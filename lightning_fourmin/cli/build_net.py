@@ -1,4 +1,4 @@
-"""The net of a command: `model=NAME`, one of the package's, or `module=package.file:Name`, the user's own."""
+"""The net of `fourmin plan` and `tune`: `model=NAME` of this package, or `module=package.file:Name` of the user's."""
 
 import importlib
 from typing import Any
@@ -11,6 +11,7 @@ from lightning_fourmin.simulate.roofline import UNFIT
 
 
 def named_model(name: str, num_classes: int, model_options: dict[str, Any] | None) -> nn.Module:
+    """The net of this package with that name; PlanError where its options do not fit."""
     try:
         return build_model(name, num_classes, **(model_options or {}))
     except ValueError as error:
@@ -20,7 +21,7 @@ def named_model(name: str, num_classes: int, model_options: dict[str, Any] | Non
 
 
 def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "") -> nn.Module:
-    """What the named class or function makes; `hint` ends the sentence if it cannot."""
+    """The net that a class or function of the user's makes; PlanError, with `hint` at its end, where it cannot."""
     place, _, name = module.partition(":")
     try:
         made_by = getattr(importlib.import_module(place), name)
@@ -41,7 +42,7 @@ def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "
 def sample_shape(
     net: nn.Module, is_own: bool, input_shape: list[int] | None, image_size: int | None = None
 ) -> list[int]:
-    """Of one sample of the net: as given, else that of an image of the size that the net is made for."""
+    """The shape of one sample: `input_shape` if given, else that of an image of the size that the net is made for."""
     if input_shape is not None:
         return input_shape
     if is_own:
@@ -51,4 +52,5 @@ def sample_shape(
 
 
 def unfit_input(module: nn.Module, shape: list[int], error: Exception) -> PlanError:
+    """The error for a net that fails on a sample of this shape."""
     return PlanError(f"{type(module).__name__} cannot be trained with an input of {shape} ({error}): check input_shape")

@@ -1,10 +1,11 @@
-"""`fourmin pack`: image folder -> shards with an index."""
+"""`fourmin pack`: writes a folder of images as tar shards with an index."""
 
 from lightning_fourmin.cli.hydra_app import run
 from lightning_fourmin.data.pack.pack import PackOptions, pack
 
 
 def main() -> None:
+    """Runs the verb."""
     run("pack", PackOptions, _pack)
 
 

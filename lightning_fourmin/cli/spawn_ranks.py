@@ -1,13 +1,15 @@
-"""Starts the ranks of a training on this machine, each a fresh process that is given the composed config.
+"""Who starts the ranks of a command, and the start of those that the command starts itself.
 
-None of them is the process that sweeps: a job leaves nothing there that the next could trip over, and ranks do not run
+    the command      joins its ranks; SIGTERM is passed on to them; Ctrl-C ends them, by force after a grace period
+      rank 0, 1 ...  fresh processes that are given the composed config; a terminal sends Ctrl-C to them as well
+
+No rank is the process that sweeps: a job leaves nothing there that the next one could trip over, and ranks do not run
 the command line again, which under a sweep would start the whole sweep again.
 """
 
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import time
 import traceback
@@ -16,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, ProcessExitedException
 
@@ -27,27 +30,55 @@ from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.errors import RankError
 
 GRACE_S = 10.0
-"""How long ranks may take to end after one has failed or Ctrl-C was pressed."""
+"""The seconds that ranks may take to end after one has failed or Ctrl-C was pressed."""
 NUM_PORTS = 3
-"""How many are tried: one that was free may be taken by another process before rank 0 listens on it."""
+"""The number of ports to try: one that was free may be taken by another process before rank 0 listens on it."""
 MESSAGE_CHARACTERS, DETAILS_CHARACTERS = 2_000, 30_000
-"""Of an error that a rank passes on: what does not fit into the pipe would hold it up until somebody reads."""
+"""The most that a rank passes on of an error: what does not fit into the pipe would block it until somebody reads."""
 _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS",
 )  # fmt: skip
-"""What would make a Trainer believe that somebody else has started the rank."""
+"""The variables that would make a Trainer believe that somebody else has started the rank."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who has started this process, found once when a command begins."""
+
+    by: Literal["user", "torchrun", "srun"]
+    """user: the process is a command, which starts its ranks; else it is one of the ranks that a launcher started."""
+    rank: int = 0
+    """The rank under a launcher; 0 for a command."""
+
+    @classmethod
+    def detect(cls) -> "Launch":
+        """Reads the environment of this process."""
+        if TorchElasticEnvironment.detect():
+            return cls("torchrun", int(os.environ["RANK"]))
+        # A batch script, and the shell that salloc opens, are no tasks of srun: they are in none of its steps.
+        if "SLURM_STEP_ID" in os.environ and SLURMEnvironment.detect():
+            return cls("srun", int(os.environ["SLURM_PROCID"]))
+        return cls("user")
+
+    @property
+    def is_external(self) -> bool:
+        """Whether a launcher has started the ranks, so that the command must not."""
+        return self.by != "user"
 
 
 @dataclass(frozen=True)
 class _Failure:
+    """The error of a rank, as it travels to the command."""
+
     message: str
     details: str
 
 
 def run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], num_ranks: int) -> None:
-    """Calls `work(config)` in as many processes, which a Trainer takes for ranks that a launcher has started.
+    """Calls `work(config)` in `num_ranks` processes, which a Trainer takes for ranks that a launcher has started.
 
-    SIGTERMException if they have ended because they were asked to.
+    Raises RankError with the error of the first rank that failed, and SIGTERMException if the ranks have ended because
+    they were asked to.
     """
     for attempt in range(1, NUM_PORTS + 1):
         try:
@@ -60,7 +91,7 @@ def run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], nu
 def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], num_ranks: int) -> None:
     failures: SimpleQueue[_Failure] = mp.get_context("spawn").SimpleQueue()
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
-    # It announces each signal that it sends.
+    # torch announces each signal that it sends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     arguments = (work, config, environment, failures)
     # Ranks are born with Ctrl-C held back: while they import, it would end them with a traceback.
@@ -93,7 +124,7 @@ def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], n
 
 @contextmanager
 def _sigterm_passed_on(context: ProcessContext) -> Iterator[None]:
-    """A request to end is for the ranks to answer, which may have something to save."""
+    """Passes SIGTERM on to the ranks, which may have something to save, and keeps waiting for them."""
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         for process in context.processes:
@@ -107,7 +138,7 @@ def _sigterm_passed_on(context: ProcessContext) -> Iterator[None]:
 
 
 def _end(context: ProcessContext) -> None:
-    """Ends ranks as Ctrl-C does, and by force those that do not mind."""
+    """Ends the ranks as Ctrl-C does, and by force those that are still there after the grace period."""
     deadline = time.monotonic() + GRACE_S
     for process in context.processes:
         if process.is_alive():
@@ -125,9 +156,11 @@ def _rank_main(
     environment: dict[str, str],
     failures: "SimpleQueue[_Failure]",
 ) -> None:
+    """The process of one rank: `work` in an environment that names the rank, its first error passed on."""
     signal.signal(signal.SIGINT, _interrupt_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # Python has a spawned process spawn its own children, too; loader workers would import everything once more each.
+    # A spawned process spawns its own children, too: each loader worker would import everything once more. None gives
+    # back the platform's default: fork, from Python 3.14 on forkserver.
     multiprocessing.set_start_method(None, force=True)
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
@@ -135,7 +168,7 @@ def _rank_main(
     try:
         work(config)
     except Exception as error:
-        # The first one counts: the others fail because their peer is gone.
+        # The command reads the first error: the other ranks fail because their peer is gone.
         message, details = message_of(error), traceback.format_exc()
         where = f"rank {local_rank}:\n{details[-DETAILS_CHARACTERS:]}"
         failures.put(_Failure(message[:MESSAGE_CHARACTERS], where))
@@ -143,19 +176,11 @@ def _rank_main(
 
 
 def _interrupt_once(signum: int, frame: FrameType | None) -> None:
-    # A terminal sends Ctrl-C to every process, and the one that started this rank sends it, too.
+    # A terminal sends Ctrl-C to every process of the group, and the command sends it once more.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def message_of(error: BaseException) -> str:
-    """What an error says, without what Hydra puts around the errors of things it makes."""
-    from hydra.errors import InstantiationException
-
-    group = ""
-    while isinstance(error, InstantiationException) and error.__cause__ is not None:
-        if found := re.search(r"^full_key: (\S+)", str(error), re.MULTILINE):
-            group = f"{found[1]}: "
-        error = error.__cause__
-    # Ours are ValueErrors, and name the field.
-    return (group if isinstance(error, TypeError) else "") + (str(error) or type(error).__name__)
+    """The text of an error, or its kind where it has none."""
+    return str(error) or type(error).__name__

@@ -1,58 +1,65 @@
-"""From the composed config to the one that ranks get: values resolved, batch and checkpoint settled, data there."""
+"""From the composed config to the plain one that ranks get: values checked, the checkpoint found, the data there."""
 
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_fourmin.cli.train_rank import external_rank
+from lightning_fourmin.cli.spawn_ranks import Launch
+from lightning_fourmin.cli.train_rank import make
 from lightning_fourmin.data.datamodule import ShardDataModule
 from lightning_fourmin.data.digits import DIGITS
 from lightning_fourmin.data.index import INDEX_NAME
 from lightning_fourmin.data.urls import is_url
 from lightning_fourmin.errors import ConfigError, ShardError
 from lightning_fourmin.optim.schedule import GlobalBatch
+from lightning_fourmin.runs.folder import checkpoint_to_resume
 from lightning_fourmin.runs.record import Summary
-from lightning_fourmin.runs.requeue import folder_to_go_on_in
-from lightning_fourmin.runs.resume import first_whole, newest_runs_first, saved, say
+
+LAUNCHERS = ("torchrun", "slurm")
+"""The options of the group `trainer` for ranks that a launcher starts."""
 
 
-def settled(config: DictConfig, folder: Path) -> dict[str, Any]:
-    """Plain values for the training that has its files in `folder`."""
-    # As composed, so that all ranks of a launcher look in the same place; in a sweep the folder is another one.
+def resolve(config: DictConfig, folder: Path, launch: Launch) -> dict[str, Any]:
+    """Plain values for the training that has its files in `folder`; errors name the key.
+
+    Every rank of a launcher calls this for itself; a command calls it once and gives the result to its ranks.
+    """
+    # Messages show run_dir as it was typed; in a sweep the job has another folder.
     named = Path(str(config.run_dir))
     config.run_dir = str(folder)
-    plain = _resolved(config)
+    plain = _plain(config, launch)
     _check_recipe(plain["data"])
     _check_seed(plain["seed"])
-    if external_rank() is None and plain["trainer"]["num_nodes"] != 1:
+    if not launch.is_external and plain["trainer"]["num_nodes"] != 1:
         raise ConfigError(
             f"trainer.num_nodes={plain['trainer']['num_nodes']}, but this command starts ranks on one machine: start "
             "it with torchrun or srun, as examples/torchrun.md and examples/slurm.sh do"
         )
     plain["trainer"]["accumulate_grad_batches"] = _num_accumulated(plain)
-    plain["resume"] = _checkpoint(folder_to_go_on_in(named) or plain["resume"], named)
+    checkpoint = checkpoint_to_resume(plain["resume"], named if named.absolute() == folder else folder)
+    plain["resume"] = None if checkpoint is None else str(checkpoint)
     _check_metric(plain["metric"])
     _check_data(plain["data"], validates=plain["trainer"].get("limit_val_batches") != 0)
     return plain
 
 
-def _resolved(config: DictConfig) -> dict[str, Any]:
+def _plain(config: DictConfig, launch: Launch) -> dict[str, Any]:
+    """The config as dictionaries and lists, every interpolation resolved and nothing missing."""
     try:
         missing = OmegaConf.missing_keys(config)
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        if variable := re.search(r"Environment variable '(\w+)' not found", str(error)):
+        launcher = HydraConfig.get().runtime.choices.get("trainer")
+        if launcher in LAUNCHERS and not launch.is_external and str(error.full_key).startswith("trainer."):
             raise ConfigError(
-                f"{error.full_key}: {variable[1]} is not set; start the ranks with torchrun or srun, as "
-                "examples/torchrun.md and examples/slurm.sh do"
+                f"{error.full_key}: trainer={launcher} takes it from the launcher; start the ranks with torchrun or "
+                "srun, as examples/torchrun.md and examples/slurm.sh do"
             ) from error
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
     if missing:
@@ -62,7 +69,7 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _check_recipe(data: dict[str, Any]) -> None:
-    # The demo's experiment has the name of its data.
+    """Refuses other data with the recipe of the demo, which is the default; experiment and data have one name there."""
     choices = HydraConfig.get().runtime.choices
     if choices.get("experiment") != DIGITS:
         return
@@ -81,7 +88,7 @@ def _check_seed(seed: Any) -> None:
 
 
 def num_local_ranks(trainer: dict[str, Any]) -> int:
-    """Ranks on this machine."""
+    """The number of ranks on this machine."""
     devices = trainer["devices"]
     if trainer["accelerator"] in ("gpu", "cuda"):
         try:
@@ -95,7 +102,7 @@ def num_local_ranks(trainer: dict[str, Any]) -> int:
 
 
 def _num_accumulated(config: dict[str, Any]) -> int:
-    """Backward passes a step, so that it has `global_batch` samples."""
+    """The number of backward passes a step, so that a step has `global_batch` samples."""
     trainer, wanted = config["trainer"], config["global_batch"]
     if wanted is None:
         return int(trainer["accumulate_grad_batches"])
@@ -110,27 +117,6 @@ def _num_accumulated(config: dict[str, Any]) -> int:
     return int(wanted // batch.size)
 
 
-def _checkpoint(resume: bool | str | int | None, folder: Path) -> str | None:
-    """The checkpoint to go on from: that of the folder if it has one, else of the newest run beside it."""
-    if resume is None or resume is False:
-        return None
-    if resume is True:
-        found = saved(folder) or newest_runs_first(folder.parent)
-        if not found:
-            raise ConfigError(
-                f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first"
-            )
-    else:
-        path = Path(str(resume))  # jobs of a sweep have numbers
-        found = saved(path) if path.is_dir() else [path]
-        if not found or not found[0].is_file():
-            missing = f"{path}/checkpoints is empty" if path.is_dir() else f"{path} does not exist"
-            raise ConfigError(f"resume={resume}: {missing}; give the folder of a run, or true for the newest")
-    checkpoint = first_whole(found)
-    say(f"goes on from {checkpoint}")
-    return str(checkpoint)
-
-
 def _check_metric(name: str) -> None:
     known = [field.name for field in fields(Summary)]
     if name not in known:
@@ -138,8 +124,8 @@ def _check_metric(name: str) -> None:
 
 
 def _check_data(data: dict[str, Any], validates: bool) -> None:
-    """Reads the index now: it says what is missing sooner than ranks could, and the demo data is written once."""
-    module = instantiate(data, _convert_="all")
+    """Reads the index before ranks do: what is missing is said sooner, and one process writes the demo data."""
+    module = make("data", data)
     if not isinstance(module, ShardDataModule):
         return
     try:

@@ -7,6 +7,7 @@ from lightning_fourmin.data.pack.verify import VerifyOptions, verify
 
 
 def main() -> None:
+    """Runs the verb."""
     run("verify", VerifyOptions, _verify)
 
 

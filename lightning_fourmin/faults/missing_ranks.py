@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -39,8 +40,10 @@ from lightning_fourmin.text import rank_list
 log = logging.getLogger(__name__)
 
 V = TypeVar("V")
-LISTEN_S = 0.25
-"""How often the helper thread looks for an alarm."""
+LISTEN_S, LISTENERS_A_S = 0.25, 1000
+"""How often the helper thread looks for an alarm; with many ranks less often, so that all of them together ask the
+store,
+which lives in the process of rank 0, this many questions a second at the most."""
 LOOK_S = 1.0
 """How often it looks at the waits of its rank; four times within the limit of the warnings where that is shorter."""
 UNCHANGED_FOR = 4
@@ -48,7 +51,7 @@ UNCHANGED_FOR = 4
 POLL_S = 0.05
 """How often the board is read after an alarm."""
 ANSWER_S = 2.0
-"""How long a rank may take to answer an alarm: its helper thread does it, whatever the rank computes."""
+"""How long a rank may take to answer an alarm once its helper thread looks: whatever the rank computes."""
 HEARD_S = 2.0
 """How long a rank that leaves waits for the others to hear why: the store may leave with it."""
 SAME_FAULT_S = 1.0
@@ -92,9 +95,9 @@ class MissingRanks:
 
     Threads: the helper thread looks at the waits, warns, posts, and answers alarms. The main thread calls `explain`,
     and a thread of the engine calls `explain_wait` when its wait has ended with an error. All of them reach the store
-    through `_Board`, which bounds every question: a store whose host is stopped holds up nobody. The helper thread is a
-    daemon, and it is closed at the exit of the interpreter as well, since a run may end without a teardown: a thread
-    that comes back from C++ while the interpreter goes down aborts the process.
+    through `_Board`, whose own thread asks the questions: a store whose host is stopped holds up nobody else. The
+    helper thread is a daemon, and it is closed at the exit of the interpreter as well, since a run may end without a
+    teardown: a thread that comes back from C++ while the interpreter goes down aborts the process.
 
     Args:
         stall_warning_s: seconds; a wait that takes longer is warned of once, with the ranks that have not arrived.
@@ -105,6 +108,7 @@ class MissingRanks:
         self._limit_s = stall_warning_s
         self._look_s = LOOK_S if stall_warning_s is None else min(LOOK_S, stall_warning_s / 4)
         self._board = _Board()
+        self._listen_s = max(LISTEN_S, self._board.num_ranks / LISTENERS_A_S)
         self._waiter: Waiter | None = None
         self._verdict: str | None = None
         """What was found out, set by whichever thread is the first to know."""
@@ -137,6 +141,7 @@ class MissingRanks:
         self._leaving.set()
         self._stop.set()
         self._thread.join(timeout=1.0)
+        self._board.close()
 
     def explain_wait(self, wait: Wait) -> str | None:
         """Who had not arrived, for a wait that ends with an error; None if it was too short for others to post."""
@@ -166,12 +171,12 @@ class MissingRanks:
 
     def _raise_alarm(self, own: str | None) -> None:
         """Finds the verdict, and waits until the other ranks have heard it."""
-        answers_due_s = time.monotonic() + ANSWER_S
+        answers_due_s = time.monotonic() + self._listen_s + ANSWER_S
         self._board.raise_alarm()
         found = own or self._who_is_gone(answers_due_s)
         if self._verdict is None and found is not None:
             self._verdict = self._board.agree_on(found)
-        deadline_s = time.monotonic() + HEARD_S
+        deadline_s = time.monotonic() + self._listen_s + HEARD_S
         while self._verdict is not None and (now_s := time.monotonic()) < deadline_s:
             answers = self._board.columns("here", "heard")
             # A rank that has not answered may do so until the answers are due.
@@ -194,7 +199,7 @@ class MissingRanks:
 
     def _help(self) -> None:
         """The life of the helper thread: only this and what it calls below runs there."""
-        idle_s, next_look_s = min(LISTEN_S, self._look_s), 0.0
+        idle_s, next_look_s = min(self._listen_s, self._look_s), 0.0
         pause_s = idle_s
         while not self._stop.wait(pause_s):
             now_s = time.monotonic()
@@ -299,25 +304,37 @@ class _Board:
     """What each rank says, in the store of the process group.
 
     A client whose server is stopped waits without end: torch bounds none of its requests, and the one that it does
-    bound, `wait`, writes to stderr whenever its time is up. So each question is asked in a short-lived thread. One that
-    is not answered is left behind, and until it is answered after all nothing else is asked.
+    bound, `wait`, writes to stderr whenever its time is up. So a thread of the board asks all questions, and whoever
+    has one waits for the answer as long as `STORE_ANSWER_S`. After a question without an answer nothing else is asked
+    until it is answered after all. One thread for all questions rather than a thread for each: loader workers are
+    forked, and a fork in the moment when another thread begins or ends can leave the child with a lock that nobody
+    releases.
     """
 
     def __init__(self) -> None:
-        self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         # A name of its own: ranks that did not fail together have made different numbers of boards before this one.
         name = [uuid.uuid4().hex]
         self._store: dist.Store
         if self.rank == 0:
             # The empty board is there before anybody knows its name, so that no question waits for a key.
             self._store = own_store(f"missing_ranks/{name[0]}")
-            fields = [f"{rank}/{column}" for rank in range(self._num_ranks) for column in _COLUMNS]
+            fields = [f"{rank}/{column}" for rank in range(self.num_ranks) for column in _COLUMNS]
             for key in (*fields, "alarm", "verdict"):
                 self._store.set(key, "")
         dist.broadcast_object_list(name, src=0)
         if self.rank != 0:
             self._store = own_store(f"missing_ranks/{name[0]}")
-        self._unanswered: threading.Thread | None = None
+        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unanswered: threading.Event | None = None
+
+    def close(self) -> None:
+        """Ends the thread until the next question; it is left behind where the store does not answer."""
+        if self._thread is not None:
+            self._questions.put(None)
+            self._thread.join(timeout=1.0)
+            self._thread = None
 
     def post(self, column: str, text: str) -> None:
         """Fills in a field of this rank."""
@@ -325,7 +342,7 @@ class _Board:
 
     def columns(self, *columns: str) -> list[tuple[str, ...]]:
         """These fields of each rank, in the order of ranks."""
-        keys = [f"{rank}/{column}" for rank in range(self._num_ranks) for column in columns]
+        keys = [f"{rank}/{column}" for rank in range(self.num_ranks) for column in columns]
         fields = iter([field.decode() for field in self._ask(lambda: self._store.multi_get(keys))])
         return list(zip(*[fields] * len(columns), strict=True))
 
@@ -343,29 +360,39 @@ class _Board:
         return self._ask(lambda: self._store.compare_set("verdict", "", verdict)).decode()
 
     def _ask(self, question: Callable[[], V]) -> V:
+        if self._unanswered is not None and not self._unanswered.is_set():
+            raise _SilentStoreError
+        if self._thread is None:
+            thread = threading.Thread(target=self._ask_questions, name="fourmin-store", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter exits, and starts no more threads
+                raise _SilentStoreError from None
+            self._thread = thread
         answers: list[V] = []
         errors: list[dist.DistError] = []
+        is_answered = threading.Event()
 
         def ask() -> None:
             try:
                 answers.append(question())
             except dist.DistError as error:
                 errors.append(error)
+            finally:
+                is_answered.set()
 
-        if self._unanswered is not None and self._unanswered.is_alive():
+        self._questions.put(ask)
+        if not is_answered.wait(STORE_ANSWER_S):
+            self._unanswered = is_answered
             raise _SilentStoreError
-        thread = threading.Thread(target=ask, name="fourmin-store-question", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter exits, and starts no more threads
-            raise _SilentStoreError from None
-        thread.join(STORE_ANSWER_S)
         if errors:
             raise errors[0]
-        if not answers:
-            self._unanswered = thread
-            raise _SilentStoreError
         return answers[0]
+
+    def _ask_questions(self) -> None:
+        """The life of the board's thread."""
+        while (ask := self._questions.get()) is not None:
+            ask()
 
 
 def own_store(purpose: str) -> dist.Store:

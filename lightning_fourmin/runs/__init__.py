@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and how another run goes on from it."""
+"""The folder that a run leaves, its record and its curves, and how a run resumes from it."""

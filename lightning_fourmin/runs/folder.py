@@ -1,42 +1,169 @@
-"""The files that hold the curves of a run: one for each time it was started, the last of them `metrics.csv`.
+"""The folder of a run: its curves, its checkpoints, and the rule by which a training resumes.
 
-A run that begins afresh in a folder that another has used sets curves and checkpoints of that one aside.
+    runs/digits/2026-11-16_11-16-45/
+        run.json  config.yaml  report.html  error.txt
+        checkpoints/best.ckpt  checkpoints/last.ckpt
+        hpc_ckpt_1.ckpt       a checkpoint where Lightning looks for it in a job of SLURM
+        metrics.csv           the curves since the last start of the command
+        metrics-1.csv         the curves of the starts before it, with rising numbers
+        earlier-1/            curves and checkpoints of a run, set aside by one that began afresh in its folder
+
+The rule: a folder with checkpoints resumes from the newest whole one, a folder without begins; `resume=DIR` or
+`resume=FILE` names the run or the checkpoint that a folder without its own resumes from; `resume=false` begins afresh.
+So the same command may be given any number of times, by a person after Ctrl-C, a sweep, SLURM or torchrun.
 """
 
+import json
+import os
 import re
 import shutil
+import sys
 from itertools import count
 from pathlib import Path
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from lightning_fourmin.callbacks.preemption import FILE_NAME as LAST_NAME
+from lightning_fourmin.errors import CheckpointError, ConfigError
+from lightning_fourmin.faults.checkpoint_io import check_checkpoint
+from lightning_fourmin.faults.restart_store import shares_agents_store, store_of_attempt
+from lightning_fourmin.runs.record import RUN_NAME
 
 METRICS_NAME = "metrics.csv"
 CHECKPOINTS_NAME = "checkpoints"
 SLURM_CHECKPOINTS = "hpc_ckpt_*.ckpt"
-"""What Lightning goes on from by itself in a job of SLURM."""
+"""The checkpoints that Lightning writes, and looks for, in a job of SLURM."""
 RESUMED = "fourmin/resumed"
-"""The column that says where a part goes on from a checkpoint; a part without it is a run of its own."""
+"""The column whose only value is at the step at which a start has resumed; a start that began has no such column."""
+STORE_KEY = "fourmin/run"
+"""The key of torchrun's store under which rank 0 leaves the folder of the run."""
 _EARLIER = re.compile(r"metrics-(\d+)\.csv")
 
 
+def checkpoint_to_resume(resume: bool | str | int | None, folder: Path) -> Path | None:
+    """The checkpoint that a training in `folder` resumes from by the rule above; None: it begins.
+
+    Where torchrun or srun has started the ranks, each of them calls this and must find the same. Nothing that rank 0
+    does to the folder before all ranks train changes the answer: it only sets aside what no rank resumes from.
+
+    Args:
+        resume: the option of the command. True, which scripts use, names the newest run beside `folder`.
+        folder: the folder of the run, which may not exist.
+    """
+    own = saved(folder)
+    if _is_requeued():
+        hint = "" if own else f": it begins afresh, {folder} has no checkpoint; give all starts one run_dir"
+        say(f"SLURM has queued this job again{hint}")
+        if own:
+            resume = None  # the option was for the first start
+    if resume is False or not (candidates := _candidates(resume, folder, own)):
+        return None
+    afresh = "" if candidates is not own else " (resume=false begins afresh)"
+    try:
+        checkpoint = first_whole(candidates)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{afresh}") from error
+    say(f"goes on from {checkpoint}{afresh}")
+    return checkpoint
+
+
+def _candidates(resume: bool | str | int | None, folder: Path, own: list[Path]) -> list[Path]:
+    """The checkpoints to try, the best one first; `own` are those of the folder."""
+    if resume is None:
+        return own
+    if resume is True:
+        if found := own or _of_newest_runs(folder.parent):
+            return found
+        raise ConfigError(f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first")
+    path = Path(str(resume))  # the folders of a sweep's jobs have numbers as names
+    if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
+        return [path]
+    if own:
+        if path.resolve() != folder.resolve():
+            say(f"{folder} has checkpoints of its own: resume={resume} counts where it has none")
+        return own
+    found = saved(path) if path.is_dir() else [path]
+    if not found or not found[0].is_file():
+        missing = f"{path}/{CHECKPOINTS_NAME} is empty" if path.is_dir() else f"{path} does not exist"
+        raise ConfigError(f"resume={resume}: {missing}; give the folder of a run, or true for the newest")
+    return found
+
+
+def saved(run: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first."""
+    files = [*(run / CHECKPOINTS_NAME).glob("*.ckpt"), *run.glob(SLURM_CHECKPOINTS)]
+    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name == LAST_NAME), reverse=True)
+
+
+def _of_newest_runs(experiment: Path) -> list[Path]:
+    """The checkpoints of all runs in a folder, those of the newest run first."""
+    runs = [files for run in experiment.glob("*/") if (files := saved(run))]
+    runs.sort(key=lambda files: files[0].stat().st_mtime_ns, reverse=True)
+    return [path for files in runs for path in files]
+
+
+def first_whole(checkpoints: list[Path]) -> Path:
+    """The first that can be loaded; names those it passes over on stderr. CheckpointError if there is none."""
+    for path in checkpoints[:-1]:
+        try:
+            check_checkpoint(path)
+            return path
+        except CheckpointError as error:
+            say(f"{error}; the one before it is tried")
+    check_checkpoint(checkpoints[-1])
+    return checkpoints[-1]
+
+
+def run_of(checkpoint: str | None) -> Path | None:
+    """The folder of the run that has saved a checkpoint, if it is a run of this command."""
+    folders = () if checkpoint is None else Path(checkpoint).absolute().parents[:2]
+    return next((folder for folder in folders if (folder / RUN_NAME).is_file()), None)
+
+
+def _is_requeued() -> bool:
+    """Whether SLURM has queued this job again, after a warning or because a node has failed."""
+    return bool(int(os.environ.get("SLURM_RESTART_COUNT", 0)))
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Prints a line on rank 0 beside what the training prints."""
+    print(f"fourmin train: {text}", file=sys.stderr, flush=True)
+
+
+def override(key: str, path: Path | str) -> str:
+    """`key=path` for Hydra's command line, to which commas and the like mean something."""
+    text = str(path)
+    if re.fullmatch(r"[\w./-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("'", r"\'")
+    return f"{key}='{escaped}'"
+
+
+# The files of a run that begins or resumes. Only the command, or rank 0 of a launcher, calls what follows.
+
+
 def metrics_files(folder: Path) -> list[Path]:
-    """In the order in which they were written."""
+    """The files with curves in the order in which they were written."""
     last = folder / METRICS_NAME
     return [*_earlier(folder).values(), *([last] if last.is_file() else [])]
 
 
-def make_room(folder: Path, resumed: Path | None, slurm_goes_on: bool = False) -> None:
-    """Begins a file of curves in `folder`: Lightning's logger wants to find none.
+def make_room(folder: Path, resumed: Path | None) -> None:
+    """Prepares `folder` for a start that resumes from the run in the folder `resumed`; None: that begins.
 
-    A run that goes on from that of another folder takes the curves along from there. One that does not go on from this
-    folder must not be taken for the one that has left files in it, unless that is an earlier start of the same job of
-    SLURM (`slurm_goes_on`).
+    Lightning's logger wants to find no file of curves. A run that resumes from that of another folder takes its curves
+    along. A run that does not resume from its own folder sets aside what another one has left there, so that nobody
+    takes the files of one for those of the other.
     """
     last = folder / METRICS_NAME
     if last.is_file():
         last.rename(_next(folder))
     if resumed is not None and resumed.resolve() == folder.resolve():
         return
-    if not slurm_goes_on:
-        _set_aside([folder / CHECKPOINTS_NAME, *folder.glob(SLURM_CHECKPOINTS), *metrics_files(folder)])
+    _set_aside([folder / CHECKPOINTS_NAME, *folder.glob(SLURM_CHECKPOINTS), *metrics_files(folder)])
     if resumed is not None:
         for file in metrics_files(resumed):
             shutil.copyfile(file, _next(folder))
@@ -52,10 +179,56 @@ def _set_aside(paths: list[Path]) -> None:
 
 
 def _earlier(folder: Path) -> dict[int, Path]:
-    """By number, which rises."""
+    """The files of the starts before the last by their numbers, which rise."""
     found = {int(match[1]): path for path in folder.glob("metrics-*.csv") if (match := _EARLIER.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def _next(folder: Path) -> Path:
     return folder / f"metrics-{1 + max(_earlier(folder), default=0)}.csv"
+
+
+# Restarts by torchrun: the default folder has the time of the start in its name, so that the ranks of another attempt
+# would begin in another folder. The agents keep one store for all attempts; rank 0 of each attempt leaves its folder
+# there. It also decides for all ranks of the next attempt, since agents of several nodes count restarts differently.
+
+
+def overrides_of_restart() -> list[str]:
+    """The arguments that every rank adds to its command line; none where this is the job's first attempt."""
+    if not shares_agents_store():
+        return []
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = store_of_attempt(address, port, rank, num_ranks, default_pg_timeout)
+    if rank == 0:
+        attempt.set("overrides", json.dumps(overrides_after(_agents_store())))
+    overrides: list[str] = json.loads(attempt.get("overrides"))
+    return overrides
+
+
+def overrides_after(store: dist.Store) -> list[str]:
+    """The arguments with which the run of earlier attempts resumes; called by rank 0 alone."""
+    if not store.check([STORE_KEY]):
+        return []
+    folder = Path(store.get(STORE_KEY).decode())
+    try:
+        checkpoint = first_whole(own) if (own := saved(folder)) else None
+    except CheckpointError as error:
+        say(str(error))
+        make_room(folder, None)
+        checkpoint = None
+    afresh = ": there is nothing to go on from, it begins afresh" if checkpoint is None else ""
+    say(f"torchrun has started this job again{afresh}")
+    # The checkpoint is named, so that no rank looks for itself, whatever `resume` the first attempt was given.
+    resumed = [] if checkpoint is None else [override("resume", checkpoint)]
+    return [override("run_dir", folder), *resumed]
+
+
+def remember_folder(folder: Path) -> None:
+    """Leaves the folder for the attempts to come; called by rank 0 when `make_room` has set aside what is another's."""
+    if shares_agents_store():
+        _agents_store().set(STORE_KEY, str(folder.absolute()))
+
+
+def _agents_store() -> dist.Store:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -1,26 +1,39 @@
-"""`run.json`: what was run and how it ended, written by a training and read by its report."""
+"""`run.json`, the record of a run: what was run, on what, and how it ended; a training writes it, its report reads it.
+
+cli/train.py says which process writes it and when. A file is replaced as a whole, so that readers find a complete one.
+"""
 
 import json
 import math
+import os
+import platform
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lightning_fourmin.allreduce.buckets import Bucket
+import torch
+
+from lightning_fourmin.allreduce.plan import PlanRow
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.files import write_whole
+from lightning_fourmin.text import dtype_name
 
 RUN_NAME = "run.json"
 ERROR_NAME = "error.txt"
 FORMAT = 1
+PACKAGES = ("lightning-fourmin", "torch", "lightning", "torchmetrics", "webdataset", "hydra-core", "numpy")
+"""The packages whose versions are recorded, beside that of Python."""
 Status = Literal["running", "done", "failed", "interrupted", "preempted"]
-"""interrupted: by Ctrl-C; preempted: by SIGTERM."""
+"""A run that Ctrl-C has ended is interrupted, one that SIGTERM has ended is preempted."""
 
 
 @dataclass(frozen=True)
 class Hardware:
+    """The machine of rank 0."""
+
     cpu: str
     cores: int
     memory_gb: float
@@ -29,6 +42,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class ModelSize:
+    """The net that was trained, its parameters and the tensors that hold them."""
+
     name: str
     num_parameters: int
     num_tensors: int
@@ -36,22 +51,47 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """Gradients that travelled together."""
+    """One row of the communication plan: gradients that travelled together, and how; None in runs that sent nothing."""
 
     num_tensors: int
     num_bytes: int
+    """Of the gradients, in their own dtype."""
     dtype: str
     first: str
     last: str
+    wire_bytes: int | None = None
+    wire_dtype: str | None = None
+    form: str | None = None
+    algorithm: str | None = None
+    num_pieces: int | None = None
+    expected_ms: float | None = None
+    """What the table expects of the all-reduce by itself."""
+    exactness: str | None = None
+    """How the mean compares with that of plain DDP."""
 
     @classmethod
-    def of(cls, bucket: Bucket) -> "BucketRecord":
-        dtype = str(bucket.dtype).removeprefix("torch.")
-        return cls(len(bucket.names), bucket.num_bytes, dtype, bucket.names[0], bucket.names[-1])
+    def of(cls, row: PlanRow, is_sent: bool = True) -> "BucketRecord":
+        """The record of a row of the plan; on one rank nothing is sent."""
+        bucket, sending = row.bucket, row.sending
+        content = (len(bucket.names), bucket.num_bytes, dtype_name(bucket.dtype), bucket.names[0], bucket.names[-1])
+        if not is_sent:
+            return cls(*content)
+        return cls(
+            *content,
+            sending.num_bytes,
+            dtype_name(sending.wire_dtype),
+            row.form,
+            sending.algorithm.name,
+            len(sending.numels),
+            round(row.expected_ms, 4),
+            row.exactness,
+        )
 
 
 @dataclass(frozen=True)
 class TableRowRecord:
+    """One size of the all-reduce table: the time of each algorithm, and the one that was chosen."""
+
     num_bytes: int
     milliseconds: dict[str, float]
     choice: str
@@ -59,7 +99,7 @@ class TableRowRecord:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """The all-reduce table and what it chose at each size."""
+    """The all-reduce table that the run used, and what it chose at each size."""
 
     source: str
     topology_key: str
@@ -68,13 +108,14 @@ class TableRecord:
 
     @classmethod
     def of(cls, table: AllReduceTable) -> "TableRecord":
+        """The record of a table with its choices."""
         rows = [TableRowRecord(n.num_bytes, dict(n.milliseconds), table.choose(n.num_bytes)) for n in table.rows]
         return cls(table.source, table.topology_key, table.backend, tuple(rows))
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures a run ends with; None where it did not get that far or nothing measured it."""
+    """The figures that a run ends with; None where it did not get that far or nothing measured it."""
 
     top1: float | None = None
     top5: float | None = None
@@ -93,17 +134,20 @@ class Summary:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One training; `dataclasses.replace` makes the record of its end from that of its start."""
+    """One training; `dataclasses.replace` makes the record of its end from that of its start.
+
+    `versions` and `hardware` are those of the newest start, like `command` and `started`.
+    """
 
     name: str
-    """Of the experiment."""
+    """The name of the experiment."""
     command: str
     started: str
-    """ISO 8601, with its time zone."""
+    """The time of the start in ISO 8601, with its time zone."""
     versions: dict[str, str]
     hardware: Hardware
     seconds: float | None = None
-    """Of all parts of a run that was resumed, but for those that were killed."""
+    """The time that all parts of a resumed run have taken, but for parts that were killed."""
     status: Status = "running"
     error: str | None = None
     arithmetic: tuple[str, ...] = ()
@@ -115,15 +159,16 @@ class RunRecord:
     table: TableRecord | None = None
     summary: Summary = field(default_factory=Summary)
     overrides: tuple[str, ...] = ()
-    """`key=value` of this job, where a sweep started it."""
+    """The settings of a job as `key=value`; empty for a run that no sweep has started."""
 
     def write(self, folder: Path) -> None:
-        """Publishes the record, complete or not at all; numbers that are not finite become null."""
+        """Writes the record, complete or not at all; numbers that are not finite become null."""
         content = {"format": FORMAT, **_finite(asdict(self))}
         write_whole(folder / RUN_NAME, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
+        """The record in a folder; RunError names the file, and the field where one is wrong."""
         path = folder / RUN_NAME
         if not path.is_file():
             raise RunError(f"{path} does not exist: name a folder that `fourmin train` made, of a run or of a sweep")
@@ -143,7 +188,7 @@ class RunRecord:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN, and readers other than Python's refuse it."""
+    """The value without NaN and infinity, which JSON does not have and readers other than Python's refuse."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -152,7 +197,7 @@ def _finite(value: Any) -> Any:
 
 
 def _parse(kind: Any, value: Any, name: str) -> Any:
-    """JSON as a field of type `kind`; `name` is the way there, for the error."""
+    """A value of JSON as a field of the type `kind`; `name` is the way there, for the error."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _parse(parts[0], value, name)
@@ -185,3 +230,26 @@ def _parse_fields(kind: Any, content: dict[str, Any], prefix: str) -> Any:
         elif part.default is MISSING and part.default_factory is MISSING:
             raise RunError(f"field {prefix}{part.name} is missing")
     return kind(**values)
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that matter."""
+    return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+
+
+def hardware() -> Hardware:
+    """The hardware of this machine; its GPUs only where this process computes on them."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Asking makes a context on the GPU, which only a process that computes there should have.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(num_gpus))
+    return Hardware(_cpu(), os.cpu_count() or 1, round(memory_bytes / 1e9, 1), gpus)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

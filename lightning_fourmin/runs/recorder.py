@@ -1,4 +1,4 @@
-"""Keeps `run.json` up to date with what only a rank knows: arithmetic, plans and figures."""
+"""The callback that keeps `run.json` up to date with what only a rank knows: arithmetic, plans and figures."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,23 +11,19 @@ from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
 from lightning_fourmin.models.classifier import ImageClassifier
 from lightning_fourmin.precision.plugin import FourMinPrecision
 from lightning_fourmin.runs.folder import RESUMED
-from lightning_fourmin.runs.hardware import hardware
-from lightning_fourmin.runs.record import BucketRecord, ModelSize, RunRecord, Summary, TableRecord
+from lightning_fourmin.runs.record import BucketRecord, ModelSize, RunRecord, Summary, TableRecord, hardware
 from lightning_fourmin.strategy import FourMinStrategy
 
 
 class RunRecorder(Callback):
-    """Rewrites the record that lies in the run's folder, on rank 0."""
+    """Rewrites the record in the run's folder while rank 0 trains; the other ranks write nothing.
+
+    The command has written the record before the ranks started, and does not touch it until they have ended.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._has_plans = False
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Ranks that torchrun or srun started know no folder, since its name has the time in it.
-        self._folder = trainer.strategy.broadcast(self._folder)
-        trainer._default_root_dir = str(self._folder)  # type: ignore[attr-defined]
+        self._has_trained = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -35,12 +31,14 @@ class RunRecorder(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({RESUMED: 1.0}, step=trainer.global_step)
 
-    # At the start of training the module has no rates yet; a run that goes on in mid-epoch is not told that one starts.
+    # At the start of training the module has no rates yet. The hook for the start of an epoch is not called where a run
+    # resumes in the middle of one.
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.is_global_zero and not self._has_plans:
-            self._has_plans = True
-            self._update(**_plans(trainer, pl_module))
+        if trainer.is_global_zero and not self._has_trained:
+            self._has_trained = True
+            # The figures of a part before this one are no longer those of the run.
+            self._update(summary=Summary(), **_plans(trainer, pl_module))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,7 +48,8 @@ class RunRecorder(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
+        # A run that was complete when it resumed keeps its figures.
+        if trainer.is_global_zero and self._has_trained:
             self._update(summary=_summary(trainer, trainer.current_epoch))
 
     def _update(self, **changes: Any) -> None:
@@ -61,7 +60,12 @@ def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     parameters = list(module.parameters())
     named = module.hparams.get("model")
     name = named if isinstance(named, str) else type(module).__name__
+    # All of them, those that there are not as well: the part before this one may have had another strategy.
     plans: dict[str, Any] = {
+        "arithmetic": (),
+        "topology": None,
+        "fusion_plan": None,
+        "table": None,
         "model": ModelSize(name, sum(p.numel() for p in parameters), len(parameters)),
         "world_size": trainer.world_size,
         "hardware": hardware(),
@@ -71,12 +75,13 @@ def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         plans["arithmetic"] = tuple(module.rate_plan.in_words())
     strategy = trainer.strategy
     if isinstance(strategy, FourMinStrategy):
-        if strategy.fusion_plan is not None:
-            plans["fusion_plan"] = tuple(BucketRecord.of(bucket) for bucket in strategy.fusion_plan.buckets)
-        if strategy.table is not None:
-            plans["topology"] = str(strategy.table.groups_of(strategy.topology))
-            if trainer.world_size > 1:
-                plans["table"] = TableRecord.of(strategy.table)
+        plan, is_sent = strategy.plan, trainer.world_size > 1
+        if plan is not None:
+            plans["topology"] = str(plan.topology)
+            if plan.fusion is not None:
+                plans["fusion_plan"] = tuple(BucketRecord.of(row, is_sent) for row in plan.rows)
+            if is_sent:
+                plans["table"] = TableRecord.of(plan.table)
     return plans
 
 

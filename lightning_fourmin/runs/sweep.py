@@ -5,24 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fourmin.errors import RunError
-from lightning_fourmin.report.summary import summary_so_far
-from lightning_fourmin.report.svg import FAINT, SERIES
-from lightning_fourmin.runs.metrics import Metrics, read_metrics
+from lightning_fourmin.runs.metrics import Metrics, read_metrics, summary_so_far
 from lightning_fourmin.runs.record import RUN_NAME, RunRecord, Summary
 
 
 @dataclass(frozen=True)
 class Job:
+    """One job as the page of its sweep shows it."""
+
     number: int
     folder: Path
     record: RunRecord | None
-    """None: the job left no record that can be read."""
+    """None where the job left no record that can be read."""
     summary: Summary
     metrics: Metrics
     error: str | None
 
     @property
     def status(self) -> str:
+        """The status in its record."""
         return "no record" if self.record is None else self.record.status
 
     @property
@@ -33,39 +34,32 @@ class Job:
 
 
 def is_sweep(folder: Path) -> bool:
-    """A folder that is no run itself and has runs in numbered folders."""
+    """Whether a folder is no run itself and has runs in numbered folders."""
     return not (folder / RUN_NAME).is_file() and any((job / RUN_NAME).is_file() for job in _numbered(folder))
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """By number; a job whose files cannot be read is among them, with the reason as its error."""
+    """The jobs by number; one whose files cannot be read is among them, with the reason as its error."""
     if not is_sweep(folder):
         raise RunError(f"{folder} is not the folder of a sweep: it has no numbered folder with a {RUN_NAME}")
     return [_read_job(job) for job in sorted(_numbered(folder), key=lambda job: int(job.name))]
 
 
 def best_job(jobs: Iterable[Job]) -> Job | None:
-    """The first of those with the highest top-1 accuracy; None if no job has one."""
+    """The job with the highest top-1 accuracy, of several the first; None if no job has one."""
     measured = [job for job in jobs if job.summary.top1 is not None]
     return max(measured, key=lambda job: job.summary.top1 or 0.0, default=None)
 
 
-def job_colors(jobs: list[Job]) -> dict[int, str]:
-    """A colour a job; where there are more jobs than colours, the best ones get them."""
-    order = sorted(jobs, key=lambda job: -(job.summary.top1 or 0.0)) if len(jobs) > len(SERIES) else jobs
-    colored = sorted(job.number for job in order[: len(SERIES)])
-    return {job.number: FAINT for job in jobs} | dict(zip(colored, SERIES, strict=False))
-
-
 def differing_keys(jobs: list[Job]) -> list[str]:
-    """Settings that are not the same in all jobs that have a record."""
+    """The keys of the settings that are not the same in all jobs that have a record."""
     settings = [job.settings for job in jobs if job.record]
     keys = dict.fromkeys(key for one in settings for key in one)
     return [key for key in keys if len({one.get(key) for one in settings}) > 1]
 
 
 def shared_settings(jobs: list[Job]) -> list[str]:
-    """What all jobs have been given, as `key=value`."""
+    """The settings that all jobs have, as `key=value`."""
     differing = differing_keys(jobs)
     settings: dict[str, str] = {}
     for job in jobs:

@@ -9,11 +9,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_fourmin.cli.hydra_app import CONF
-from lightning_fourmin.cli.train_rank import train
+from lightning_fourmin.cli.spawn_ranks import Launch
+from lightning_fourmin.cli.train_rank import train_rank
 from lightning_fourmin.data.index import ImageSizes, Index, Split
-from lightning_fourmin.runs.hardware import hardware, versions
-from lightning_fourmin.runs.record import RunRecord
-from tests.support.composing import composed, settled_config
+from lightning_fourmin.runs.record import RunRecord, hardware, versions
+from tests.support.composing import composed, resolved_config
 from tests.support.pool import RankPool
 from tests.support.ranks import current_case
 from tests.support.shards import jpeg, write_shard
@@ -113,8 +113,8 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 def train_here(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """A rank of the pool as a rank of `fourmin train`; gives what rank 0 has recorded."""
     os.environ["LOCAL_RANK"] = str(current_case().rank)
-    config = settled_config(folder, f"trainer.devices={current_case().world}", *overrides)
-    train(config)
+    config = resolved_config(folder, f"trainer.devices={current_case().world}", *overrides)
+    train_rank(config, Launch("user"))
     record = RunRecord.read(folder)
     assert record.model is not None
     return {"summary": record.summary, "world_size": record.world_size, "arithmetic": record.arithmetic}

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from lightning_fourmin.cli import spawn_ranks as launch
-from lightning_fourmin.cli.spawn_ranks import message_of, run_ranks
-from lightning_fourmin.cli.train_rank import external_rank
-from lightning_fourmin.errors import RankError
+from lightning_fourmin.cli.spawn_ranks import Launch, message_of, run_ranks
+from lightning_fourmin.cli.train_rank import make
+from lightning_fourmin.errors import ConfigError, RankError
 
 
 def write_environment_then_die(config: dict[str, Any]) -> None:
@@ -63,13 +60,20 @@ def test_a_long_error_ends_the_run() -> None:
 def test_messages_of_errors() -> None:
     assert message_of(ValueError("lr is bad")) == "lr is bad"
     assert message_of(AssertionError()) == "AssertionError"
-    for target, value, message in (
-        ("torch.nn.Linear", "abc", "model: "),
-        ("lightning_fourmin.ShardDataModule", "shards", "batch_size=0 must be at least 1"),
-    ):
-        with pytest.raises(InstantiationException) as error:
-            instantiate(OmegaConf.create({"model": {"_target_": target, "_args_": [value, 0]}}))
-        assert message_of(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"_target_": "torch.nn.Linear", "_args_": ["abc", 0]}, "part: "),
+        ({"_target_": "torch.nn.Linaer"}, r"part: Error loading 'torch.nn.Linaer'"),
+        ({"_target_": "lightning_fourmin.ShardDataModule", "_args_": ["shards", 0]}, "batch_size=0 must be at least 1"),
+        ({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "torch.nn.Linear"}]}, r"part: .*__init__\(\)"),
+    ],
+)
+def test_what_cannot_be_made_of_the_config(part: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=f"^{message}"):
+        make("part", part)
 
 
 def is_started_by_slurm(config: dict[str, Any]) -> None:
@@ -80,14 +84,14 @@ def test_in_an_allocation_ranks_are_those_of_this_machine(tmp_path: Path, monkey
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_NAME", "mine")
     assert SLURMEnvironment.detect()
-    assert external_rank() is None
+    assert not Launch.detect().is_external
     run_ranks(is_started_by_slurm, {"file": str(tmp_path / "answer")}, 1)
     assert (tmp_path / "answer").read_text() == "False"
     # A batch script has this, too.
     monkeypatch.setenv("SLURM_PROCID", "3")
-    assert external_rank() is None
+    assert not Launch.detect().is_external
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert external_rank() == 3
+    assert Launch.detect() == Launch("srun", 3)
 
 
 def listen(config: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -18,11 +19,11 @@ import torch
 from torch import nn
 
 from lightning_fourmin import ImageClassifier
-from lightning_fourmin.cli.outcome import closing_lines
+from lightning_fourmin.cli.output import outcome_lines
 from lightning_fourmin.data.index import Index, Split
 from lightning_fourmin.faults.checkpoint_io import AtomicCheckpointIO
+from lightning_fourmin.runs.folder import run_of
 from lightning_fourmin.runs.metrics import read_metrics, resumed_steps
-from lightning_fourmin.runs.resume import run_of
 from tests.faults.test_launchers import Run, running
 from tests.support.composing import composed
 from tests.support.pages import Page
@@ -30,6 +31,7 @@ from tests.support.runs import RUN
 from tests.support.shards import jpeg, write_shard
 
 Fourmin = Callable[..., tuple[int, str, str]]
+OLD_RUN = Path(__file__).parents[1] / "runs" / "old_run"
 # One rank's work of a second or so.
 SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1", "data.num_workers=0"]
 
@@ -63,18 +65,16 @@ def test_sweep(fourmin: Fourmin, tmp_path: Path) -> None:
     assert (sweep / "1" / "checkpoints" / "best.ckpt").is_file()
     with (sweep / "sweep.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 3
-    for name in ("sweep.md", "sweep.svg", "report.html"):
+    for name in ("sweep.md", "report.html"):
         assert (sweep / name).is_file()
     assert "1 of 3 jobs failed" in errors
-    code, _, errors = fourmin("train", *command, f"hydra.sweep.dir={sweep}")
-    assert (code, f"{sweep} holds a sweep: resume=true goes on with it" in errors) == (1, True), errors
-    # The sweep goes on: what is done stays, what failed is tried again.
-    going_on = ["resume=true", f"hydra.sweep.dir={sweep}"]
-    code, output, errors = fourmin("train", *command, *going_on)
+    # In its folder the sweep resumes: what is done stays, what failed is tried again. Scripts may add resume=true.
+    in_folder = f"hydra.sweep.dir={sweep}"
+    code, output, errors = fourmin("train", *command, in_folder)
     assert (code, "1 of 3 jobs failed" in errors) == (1, True), errors
     assert [record(sweep / str(number)) == job for number, job in enumerate(jobs)] == [True, True, False]
     assert "resume" not in (sweep / "sweep.md").read_text(), "no setting that jobs differ in"
-    code, output, errors = fourmin("train", "-m", "trainer.devices=1,2,0", *SHORT, *going_on)
+    code, output, errors = fourmin("train", "-m", "trainer.devices=1,2,0", *SHORT, "resume=true", in_folder)
     assert (code, "holds the job `trainer.devices=1 optim.lr=4" in errors) == (1, True), errors
 
 
@@ -92,7 +92,7 @@ def test_a_sweep_that_cannot_go_on(fourmin: Fourmin, tmp_path: Path) -> None:
 
 
 def test_a_sweep_from_a_checkpoint_goes_on_from_it(fourmin: Fourmin) -> None:
-    """With resume=true, jobs that had not begun would begin with random weights, beside others that did not."""
+    """Without it, jobs that had not begun would begin with random weights, beside others that did not."""
     command = ["resume=nowhere", "optim.lr=4", "hydra.sweep.dir=sweep"]
     for _ in range(2):
         code, _, errors = fourmin("train", "-m", *command)
@@ -130,7 +130,10 @@ def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs" / "digits").iterdir()
     assert record(folder)["status"] == "interrupted"
     where = os.path.relpath(folder, tmp_path)
-    assert f"fourmin train: interrupted; `resume={where}` goes on after the last epoch" in run.output
+    assert (
+        f"fourmin train: interrupted; the same command with `run_dir={where}` goes on after the last epoch"
+        in run.output
+    )
     num_epochs = record(folder)["summary"]["epochs"]
     code, output, errors = fourmin("train", "resume=true", f"trainer.max_epochs={num_epochs + 2}", *SHORT[1:])
     assert code == 0, errors
@@ -146,7 +149,7 @@ def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
     assert metrics["train/loss"].steps.tolist() == list(range(3 * (num_epochs + 2)))
     assert resumed_steps(metrics) == [3 * min(epochs)]
     page = Page(resumed / "report.html")
-    assert f"The run went on from a checkpoint after step {3 * min(epochs)}: dotted lines." in page.text
+    assert f"The run was resumed from a checkpoint after step {3 * min(epochs)}: dotted lines." in page.text
 
 
 def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmin: Fourmin, tmp_path: Path) -> None:
@@ -154,12 +157,15 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmi
     folder = tmp_path / "run"
     with running(["-m", "lightning_fourmin", "train", *arguments], tmp_path) as run:
         end_all(run, tmp_path, "run/metrics.csv", signal.SIGTERM)
-        assert "asked to end by SIGTERM; `resume=run` goes on after the last step that was saved" in run.output
+        assert (
+            "asked to end by SIGTERM; the same command with `run_dir=run` goes on after the last step that was saved"
+            in run.output
+        )
     assert record(folder)["status"] == "preempted"
     seconds = record(folder)["seconds"]
     num_steps = AtomicCheckpointIO().load_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
     assert 0 < num_steps < 1437 // 4, "in the middle of the first epoch"
-    code, _, errors = fourmin("train", *arguments, "resume=true", f"trainer.max_steps={num_steps + 3}")
+    code, _, errors = fourmin("train", *arguments, f"trainer.max_steps={num_steps + 3}")
     assert code == 0, errors
     steps = read_metrics(folder)["train/loss"].steps.tolist()
     assert record(folder)["seconds"] > seconds + 1, "both parts"
@@ -168,18 +174,59 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmi
     assert f"after step {num_steps}: dotted lines." in Page(folder / "report.html").text
 
 
-def test_a_resume_that_cannot_begin_leaves_figures_and_time(fourmin: Fourmin, tmp_path: Path) -> None:
-    short = ["run_dir=run", "trainer.devices=1", *SHORT[1:]]
-    code, _, errors = fourmin("train", *short, "trainer.max_epochs=1")
+def test_the_same_command_resumes_in_its_folder(fourmin: Fourmin, tmp_path: Path) -> None:
+    folder, command = tmp_path / "run", ["run_dir=run", "trainer.devices=1", *SHORT[1:]]
+    code, _, errors = fourmin("train", *command, "trainer.max_epochs=1")
     assert code == 0, errors
-    before = record(tmp_path / "run")
-    code, _, errors = fourmin("train", *short, "resume=true", "global_batch=7")
+    assert "goes on from" not in errors
+    first = record(folder)
+    # What cannot begin leaves figures and time.
+    code, _, errors = fourmin("train", *command, "global_batch=7")
     assert (code, "global_batch=7 is not a multiple" in errors) == (1, True)
-    failed = record(tmp_path / "run")
-    assert (failed["status"], failed["summary"]) == ("failed", before["summary"])
-    code, _, errors = fourmin("train", *short, "resume=true", "trainer.max_epochs=2")
+    assert (record(folder)["status"], record(folder)["summary"]) == ("failed", first["summary"])
+    # Nothing is left to do: figures and curves stay.
+    code, output, errors = fourmin("train", *command, "trainer.max_epochs=1")
     assert code == 0, errors
-    assert record(tmp_path / "run")["seconds"] > before["seconds"] + 1, "all parts"
+    assert errors.count("goes on from run/checkpoints/last.ckpt (resume=false begins afresh)") == 1
+    assert f"{first['summary']['top1']:.1%} top-1" in output
+    for field in ("summary", "model", "arithmetic", "world_size"):
+        assert record(folder)[field] == first[field]
+    assert record(folder)["seconds"] > first["seconds"] + 1, "all parts"
+    assert read_metrics(folder)["train/loss"].steps.tolist() == [0, 1, 2]
+    code, _, errors = fourmin("train", *command, "trainer.max_epochs=2")
+    assert code == 0, errors
+    assert (record(folder)["summary"]["steps"], record(folder)["arithmetic"][2]) == (
+        6,
+        "Length: 2 epochs x 3 steps = 6 steps.",
+    )
+    assert read_metrics(folder)["train/loss"].steps.tolist() == [0, 1, 2, 3, 4, 5]
+    code, _, errors = fourmin("train", *command, "trainer.max_epochs=1", "resume=false")
+    assert code == 0, errors
+    assert "goes on from" not in errors
+    assert read_metrics(folder)["train/loss"].steps.tolist() == [0, 1, 2]
+    assert (folder / "earlier-1" / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_folder_of_an_earlier_version_resumes_and_reports(fourmin: Fourmin, tmp_path: Path) -> None:
+    """tests/runs/old_run is what the version before the one rule of resuming has left: 6 steps in two parts."""
+    folder, command = tmp_path / "old", ["run_dir=old", "model=resnet_small", "trainer.devices=1", *SHORT[1:]]
+    code, _, errors = fourmin("train", *command, "trainer.max_epochs=2")
+    assert code == 0, errors
+    checkpoints = {path.name: path.read_bytes() for path in (folder / "checkpoints").iterdir()}
+    shutil.rmtree(folder)
+    shutil.copytree(OLD_RUN, folder)
+    (folder / "checkpoints").mkdir()
+    for name, content in checkpoints.items():
+        (folder / "checkpoints" / name).write_bytes(content)
+    code, _, errors = fourmin("report", "run=old")
+    assert code == 0, errors
+    assert "The run went on from a checkpoint after step 3: dotted lines." in Page(folder / "report.html").text
+    code, _, errors = fourmin("train", *command, "trainer.max_epochs=3")
+    assert code == 0, errors
+    assert read_metrics(folder)["train/loss"].steps.tolist() == list(range(9))
+    assert resumed_steps(read_metrics(folder)) == [3, 6]
+    assert record(folder)["seconds"] > record(OLD_RUN)["seconds"]
+    assert sorted(path.name for path in (folder / "earlier-1").iterdir()) == ["metrics-1.csv"]
 
 
 def test_checkpoints_that_cannot_be_loaded(fourmin: Fourmin, tmp_path: Path) -> None:
@@ -223,9 +270,8 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["optim.lrr=1"], "there is no key optim.lrr: did you mean optim.lr?; `fourmin train --help` lists the keys"),
-        (["batch_size=1"], "there is no key batch_size: did you mean data.batch_size?; "),
-        (["experimnt=digits"], "there is no key experimnt: did you mean experiment?; "),
+        (["optim.lrr=1"], "Could not override 'optim.lrr': `fourmin train --help` lists the keys\n"),
+        (["experimnt=digits"], "Could not override 'experimnt': `fourmin train --help` lists the keys\n"),
         (
             ["experiment=digit"],
             "experiment=digit is not known: did you mean digits?; experiment is one of cifar10_alex",
@@ -244,7 +290,7 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
         (["trainer.devices=0"], "trainer.devices=0 must be a number of ranks, 1 or more"),
         (
             ["trainer=torchrun"],
-            "trainer.devices: LOCAL_WORLD_SIZE is not set; start the ranks with torchrun or srun, as",
+            "trainer.devices: trainer=torchrun takes it from the launcher; start the ranks with torchrun or srun, as",
         ),
         (["global_batch=100"], "global_batch=100 is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
         (
@@ -260,15 +306,15 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
         (["data.batch_size=0"], "batch_size=0 must be at least 1"),
         (["data.batch_size=abc"], "batch_size='abc' must be a whole number"),
         (["global_batch=abc"], "global_batch=abc is not a multiple of the 32 a rank x 2 ranks = 64 samples of one"),
-        (["-m", "hydra.sweep.subdir=job"], "hydra.sweep.subdir is not the number of the job, by which reports and"),
+        (["-m", "hydra.sweep.subdir=job"], "hydra.sweep.subdir must be ${hydra.job.num}: reports and resumed sweeps"),
         (["metric=accuracy"], "metric=accuracy is not known"),
         (["seed=null"], "seed=None must be a whole number from 0 to 4294967295"),
         (["seed=-1"], "seed=-1 must be a whole number from 0 to 4294967295"),
         (["data.path=shards/mine"], "data.path=shards/mine, but image size, rate and length would be those of the"),
         (["data.train_split=trian"], "digits has no split 'trian' (it has train, val): choose one of these"),
         (["data.val_split=test"], "digits has no split 'test' (it has train, val): choose one of these"),
-        (["logger=null"], "logger=null is not understood: ~logger leaves a group out that there is by default"),
-        (["experiment=null"], "experiment=null is not understood: write experiment=none"),
+        (["logger=null"], "Config group override must be a string or a list. Got NoneType: a group is left out with ~"),
+        (["-m", "optim.lrr=1,2"], "Could not override 'optim.lrr': `fourmin train --help` lists the keys\n"),
         (["trainer.num_nodes=2"], "trainer.num_nodes=2, but this command starts ranks on one machine: start it with"),
     ],
 )
@@ -304,17 +350,17 @@ def test_a_module_of_the_users_own_in_a_folder_that_was_used(fourmin: Fourmin, t
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "last.ckpt").write_text("of another run")
     net = "model.model={_target_:lightning_fourmin.models.build_model,name:resnet_small,num_classes:10}"
-    own = ["run_dir=run", "model._target_=test_train.Whole", net, "~model.model_options", "trainer.devices=1"]
-    code, _, errors = fourmin("train", *own, *SHORT)
+    own = ["run_dir=run", "model._target_=tests.cli.test_train.Whole", net, "~model.model_options", "trainer.devices=1"]
+    code, _, errors = fourmin("train", *own, *SHORT, "resume=false")
     assert code == 0, errors
     assert record(tmp_path / "run")["model"]["name"] == "Whole"
     assert (tmp_path / "run" / "earlier-1" / "checkpoints" / "last.ckpt").read_text() == "of another run"
     assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 3
-    going_on = [*own, *SHORT[1:], "trainer.max_epochs=2", "resume=true"]
-    code, _, errors = fourmin("train", *going_on)
+    again = [*own, *SHORT[1:], "trainer.max_epochs=2"]
+    code, _, errors = fourmin("train", *again)
     assert code == 1
     assert "if you trust the file, pass weights_only=False to the Trainer's method (weights_only=false to" in errors
-    code, _, errors = fourmin("train", *going_on, "weights_only=false")
+    code, _, errors = fourmin("train", *again, "weights_only=false")
     assert code == 0, errors
     assert record(tmp_path / "run")["summary"]["steps"] == 6
 
@@ -352,22 +398,22 @@ def test_what_is_said_to_go_on_can_be_typed(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "lr=1,2 it's"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "last.ckpt").touch()
-    (line,) = closing_lines(replace(RUN, status="interrupted", overrides=()), folder)
+    (line,) = outcome_lines(replace(RUN, status="interrupted", overrides=()), folder)
     (typed,) = re.findall("`(.+)`", line)
+    assert "the same command with " in line
+    (afresh,) = outcome_lines(replace(RUN, status="interrupted", command="fourmin train resume=False"), folder)
+    assert "the same command without resume=false and with " in afresh
     config = composed(*shlex.split(typed))
-    assert config.resume == "lr=1,2 it's"
+    assert config.run_dir == "lr=1,2 it's"
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_sweep_is_told_to_go_on_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Not with `resume` of the job that was running: the others would go on from its weights."""
+    """Not with the folder of the job that was running: the others would stay as they are."""
     monkeypatch.chdir(tmp_path)
     record = replace(RUN, status="interrupted", overrides=("optim.lr=4",))
-    (line,) = closing_lines(record, tmp_path / "some" / "sweep" / str(number))
-    assert "`resume=true hydra.sweep.dir=some/sweep` goes on" in line
-    begun_from = replace(record, overrides=("resume=runs/base", "optim.lr=4"))
-    (line,) = closing_lines(begun_from, tmp_path / "some" / "sweep" / str(number))
-    assert "`resume=runs/base hydra.sweep.dir=some/sweep` goes on" in line
+    (line,) = outcome_lines(record, tmp_path / "some" / "sweep" / str(number))
+    assert "the same command with `hydra.sweep.dir=some/sweep` goes on" in line
 
 
 @pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"])

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lightning_fourmin.faults.checkpoint_io import AtomicCheckpointIO
-from lightning_fourmin.runs.restart import _to_go_on_from, newest_of_job, remember
+from lightning_fourmin.runs.folder import STORE_KEY, make_room, overrides_after
 from tests.faults.test_launchers import TESTS, running
 
 SCRIPT = str(TESTS / "scripts" / "survive.py")
@@ -61,27 +61,32 @@ def test_torchrun_goes_on_where_a_killed_rank_left_off(tmp_path: Path) -> None:
     assert len(again) > 2 * NUM_STEPS, "steps after the last checkpoint are done again"
 
 
-def test_checkpoints_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_checkpoints_of_others_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, last = HashStore(), tmp_path / "checkpoints" / "last.ckpt"
+    assert overrides_after(store) == []
     AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, last)
-    remember(store, tmp_path)
-    assert newest_of_job(store) is None
+    # An attempt that begins sets them aside before it leaves its folder in the store.
+    make_room(tmp_path, None)
+    store.set(STORE_KEY, str(tmp_path))
+    assert overrides_after(store) == [f"run_dir={tmp_path}"]
+    assert "torchrun has started this job again: there is nothing to go on from" in capsys.readouterr().err
     AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, last)
-    remember(store, tmp_path)
-    assert newest_of_job(store) == last
+    assert overrides_after(store) == [f"run_dir={tmp_path}", f"resume={last}"]
+    assert (tmp_path / "earlier-1" / "checkpoints" / "last.ckpt").is_file()
 
 
 def test_a_job_whose_checkpoints_are_all_damaged_begins_afresh(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, last = HashStore(), tmp_path / "checkpoints" / "last.ckpt"
-    remember(store, tmp_path)
+    store.set(STORE_KEY, str(tmp_path))
     last.parent.mkdir()
     last.write_text("cut short")
-    assert _to_go_on_from(store) == ""
+    assert overrides_after(store) == [f"run_dir={tmp_path}"]
     said = capsys.readouterr().err
     assert "last.ckpt is not a whole checkpoint" in said
     assert "torchrun has started this job again: there is nothing to go on from, it begins afresh" in said
+    assert (tmp_path / "earlier-1" / "checkpoints" / "last.ckpt").read_text() == "cut short"
 
 
 def check_end_when_killed(folder: Path, victim: int) -> None:

@@ -67,7 +67,7 @@ def test_job_is_queued_again_and_goes_on(job: Path, tmp_path: Path, monkeypatch:
         assert run.process.wait(TIMEOUT_S) == 0, run.output
         assert run.left() == []
         assert run.output.count("SLURM has queued this job again") == 1
-        assert run.output.count(f"goes on from runs/digits/slurm-{JOB}/checkpoints/last.ckpt") == 1
+        assert run.output.count(f"goes on from runs/digits/slurm-{JOB}/hpc_ckpt_1.ckpt") == 1
     record = RunRecord.read(folder)
     assert (record.status, record.world_size, record.summary.steps) == ("done", 2, 1437 // 8)
     assert record.topology is not None

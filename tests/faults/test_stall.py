@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fourmin import faults
-from lightning_fourmin.allreduce.algorithms import phase_ranks
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.faults.missing_ranks import MissingRanks, Wait
@@ -289,8 +289,8 @@ def test_ranks_in_words() -> None:
 
 def test_ranks_of_a_phase() -> None:
     topology = Topology.build([0, 0, 1, 1])
-    assert phase_ranks("ring", "scatter", topology, 1) == (0, 1, 2, 3)
-    assert phase_ranks("hierarchical", "reduce", topology, 3) == (2, 3)
-    assert phase_ranks("hierarchical", "gather", topology, 2) == (0, 2)
-    assert phase_ranks("torus", "scatter", topology, 3) == (1, 3)
-    assert phase_ranks("torus", "broadcast", topology, 0) == (0, 1)
+    assert ALGORITHMS["ring"].peers("scatter", topology, 1) == (0, 1, 2, 3)
+    assert ALGORITHMS["hierarchical"].peers("reduce", topology, 3) == (2, 3)
+    assert ALGORITHMS["hierarchical"].peers("gather", topology, 2) == (0, 2)
+    assert ALGORITHMS["torus"].peers("scatter", topology, 3) == (1, 3)
+    assert ALGORITHMS["torus"].peers("broadcast", topology, 0) == (0, 1)

@@ -1,6 +1,8 @@
-"""The page of a run: real values, hostile names, missing parts, nothing from outside."""
+"""The page of a run: real values, hostile names, missing files, old run folders, nothing from outside."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +10,8 @@ import pytest
 
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
-from lightning_fourmin.report.summary import summary_so_far
 from lightning_fourmin.runs.folder import make_room, metrics_files
-from lightning_fourmin.runs.metrics import read_metrics, resumed_steps
+from lightning_fourmin.runs.metrics import read_metrics, resumed_steps, summary_so_far
 from lightning_fourmin.runs.record import (
     BucketRecord,
     Hardware,
@@ -23,6 +24,7 @@ from lightning_fourmin.runs.record import (
 from tests.support.pages import Page
 from tests.support.runs import RUN, write_run
 
+RECORDED_RUNS = Path(__file__).parents[2] / "benchmarks" / "large_batch" / "runs"
 HOSTILE = "</pre><script>alert(1)</script>\"'&lt;\x1b[31m${x}$y^{"
 SHOWN = "</pre><script>alert(1)</script>\"'&lt;${x}$y^{"
 
@@ -55,18 +57,18 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
         "name: digits optim: lr: 2",
         "3 steps of 176 skipped, because a gradient was not finite",
         "Of a step of 27.3 ms, 2.70 ms (9.9 %) waited for communication",
-        "1 value lies above the picture, up to 400 ms.",
-        "26 gradients, 4.7 MiB, in 2 buckets",
+        "26 gradients, 4.71 MiB, in 2 buckets",
         "least in conv1.weight (0.002) and largest in fc6.weight (0.003)",
     ):
         assert text in page.text
     rows = [row.text for row in page.all("tr")]
-    assert "0 3 4.0 MiB float32 fc8.bias .. fc7.bias" in rows
+    sent = "2 MiB dense hierarchical in 2 pieces 12.5 ms rounded to fp16"
+    assert f"0 3 4 MiB float32 fc8.bias .. fc7.bias {sent}" in rows
     assert "256 B 0.321 0.123 hierarchical" in rows
     assert [cell.text for cell in page.all("td", "chosen")] == ["0.123", "0.456"]
     assert [figure.text.split("  ")[0] for figure in page.all("b")] == [
         "Validation accuracy",
-        "Loss, logarithmic",
+        "Loss",
         "Learning rate",
         "Loss scale",
         "Images per second",
@@ -144,6 +146,53 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
     assert len(page.svgs) == 8
 
 
+FIRST_RUN = {
+    "format": 1,
+    "name": "digits",
+    "command": "fourmin train",
+    "started": "2026-11-16T09:02:11+00:00",
+    "versions": {"torch": "2.13.0"},
+    "hardware": {"cpu": "AMD EPYC", "cores": 2, "memory_gb": 25.3, "gpus": []},
+    "seconds": 41,
+    "status": "done",
+    "error": None,
+    "arithmetic": ["Global batch: 32 a rank x 2 ranks = 64."],
+    "model": {"name": "alexnet_bn_small", "num_parameters": 647562, "num_tensors": 26},
+    "topology": "2 ranks on 1 node",
+    "world_size": 2,
+    "fusion_plan": [{"num_tensors": 26, "num_bytes": 2590248, "dtype": "float32", "first": "b", "last": "a"}],
+    "table": {
+        "source": "cost model",
+        "topology_key": "nodes1x2_groups1x2",
+        "backend": "gloo",
+        "rows": [{"num_bytes": 256, "milliseconds": {"ring": 0.3, "hierarchical": 0.1}, "choice": "hierarchical"}],
+    },
+    "summary": {"top1": 0.961, "top5": None, "epochs": 8, "steps": 176, "images_per_s": 900.0, "N": 2},
+}
+"""What the first version that kept a record wrote; files of that format stay readable."""
+
+
+def test_the_first_record_format_makes_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(FIRST_RUN))
+    (tmp_path / "metrics.csv").write_text("epoch,lr,step,train/loss\n0,0.1,9,2.2\n0,0.2,19,1.9\n")
+    page = Page(write_report(tmp_path))
+    assert page.figures["Top-1 accuracy"] == "96.1 %"
+    assert "256 B 0.300 0.100 hierarchical" in [row.text for row in page.all("tr")]
+    assert "0 26 2.47 MiB float32 b .. a" in [row.text for row in page.all("tr")]
+    assert len(page.svgs) == 3
+
+
+@pytest.mark.parametrize("folder", sorted(RECORDED_RUNS.glob("*/seed1")), ids=lambda folder: folder.parent.name)
+def test_recorded_runs_make_a_page(tmp_path: Path, folder: Path) -> None:
+    """Runs that earlier versions of the package have left; they are not to be written to."""
+    shutil.copytree(folder, tmp_path / "run")
+    record, page = RunRecord.read(folder), Page(write_report(tmp_path / "run"))
+    assert page.all("h1")[0].text == record.name
+    assert record.summary.top1 is not None
+    assert page.figures["Top-1 accuracy"] == f"{100 * record.summary.top1:.1f} %"
+    assert page.svgs
+
+
 def test_a_text_that_no_encoding_holds(tmp_path: Path) -> None:
     page = page_of(tmp_path, replace(RUN, name="\u5b9e\u9a8c", error="broken \udcff byte \x00"))
     assert page.all("h1")[0].text == "\u5b9e\u9a8c"
@@ -180,7 +229,7 @@ def test_a_run_that_has_logged_nothing(tmp_path: Path, text: str | None) -> None
         "No trust ratios were logged: they need LARS and TrustRatioMonitor.",
         "No loss scale was logged: that needs FourMinPrecision.",
         "Throughput was not logged: that needs ScalingMonitor among the callbacks.",
-        "The run has no fusion plan",
+        "The run has no communication plan",
         "The run has no all-reduce table",
     ):
         assert text in page.text
@@ -213,10 +262,28 @@ def test_a_single_row_is_a_dot(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train/loss,lr\n0,2.5,nan\n17,nan,nan\n1800,inf,nan\n")
+    (tmp_path / "metrics.csv").write_text(
+        "step,train/loss,lr,trust_ratio/a\n0,2.5,nan,0.1\n17,nan,nan,inf\n1800,inf,nan,nan\n"
+    )
     page = page_of(tmp_path, replace(RUN, summary=Summary()))
     assert "2 values of training, the first at step 17, cannot be drawn: not a finite number." in page.text
     assert "3 values of rate of group 0, the first at step 0, cannot be drawn" in page.text
+    assert "2 values cannot be drawn: not a finite number." in page.text
+
+
+def chart_texts(page: Page, title: str) -> list[str | None]:
+    """The texts of one chart, with the labels of its ticks."""
+    (svg,) = (svg for svg in page.svgs if (svg.get("aria-label") or "").startswith(title))
+    return [element.text for element in svg.iter() if element.tag.endswith("}text")]
+
+
+def test_charts_show_what_was_logged_on_linear_axes(tmp_path: Path) -> None:
+    """A slow first step and a loss over three decades move the axis; no value is hidden or averaged."""
+    lines = [f"{step},{400 if step == 0 else 20},{1000.0 * 0.1 ** (step / 100)}" for step in range(400)]
+    (tmp_path / "metrics.csv").write_text("\n".join(["step,fourmin/step_ms,train/loss", *lines, ""]))
+    page = page_of(tmp_path)
+    assert {"0", "400"} <= set(chart_texts(page, "Milliseconds a step"))
+    assert {"0", "200", "1k"} <= set(chart_texts(page, "Loss"))
 
 
 def test_a_diverged_run_has_no_loss_of_an_earlier_epoch(tmp_path: Path) -> None:
@@ -244,7 +311,7 @@ def test_all_parts_of_a_resumed_run_are_one(tmp_path: Path) -> None:
     assert list(zip(metrics["lr"].steps, metrics["lr"].values, strict=True)) == [(0, 1), (10, 2), (20, 4)]
     assert metrics["train/loss"].steps.tolist() == [25]
     assert resumed_steps(metrics) == [20]
-    assert "The run went on from a checkpoint after step 20: dotted lines." in page.text
+    assert "The run was resumed from a checkpoint after step 20: dotted lines." in page.text
     assert page.figures["Top-1 accuracy"] == "50.0 %"
     (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,lr\n10,1.0,\n15,,8\n")
     metrics = read_metrics(tmp_path)
@@ -259,7 +326,7 @@ def test_speed_is_that_of_the_last_part(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,fourmin/N,fourmin/T\n20,1,,\n20,,4,180\n30,,4,180\n")
     page = page_of(tmp_path, replace(RUN, status="preempted", summary=Summary()))
     assert (page.figures["N"], page.figures["Images per second"]) == ("4", "180")
-    assert "Command, start and speed are those of its last part; the time is that of all." in page.text
+    assert "Command, start and speed are those since the last resume; the time is that of the whole run." in page.text
 
 
 def test_a_scale_that_stays_is_not_said_to_fall(tmp_path: Path) -> None:
@@ -295,9 +362,8 @@ def test_files_of_another_run_move_aside(tmp_path: Path) -> None:
     for name in ("checkpoints/last.ckpt", "hpc_ckpt_1.ckpt", "metrics.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    for resumed, slurm_goes_on in ((tmp_path, False), (None, True)):
-        make_room(tmp_path, resumed, slurm_goes_on)
-        assert names(tmp_path) == ["checkpoints", "hpc_ckpt_1.ckpt", "metrics-1.csv"]
+    make_room(tmp_path, tmp_path)
+    assert names(tmp_path) == ["checkpoints", "hpc_ckpt_1.ckpt", "metrics-1.csv"]
     make_room(tmp_path, None)
     assert names(tmp_path) == ["earlier-1"]
     assert names(tmp_path / "earlier-1") == ["checkpoints", "hpc_ckpt_1.ckpt", "metrics-1.csv"]

@@ -9,7 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from lightning_fourmin.cli.hydra_app import CONF
-from lightning_fourmin.cli.train_config import settled
+from lightning_fourmin.cli.spawn_ranks import Launch
+from lightning_fourmin.cli.train_config import resolve
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -22,6 +23,6 @@ def composed(*overrides: str) -> DictConfig:
     return config
 
 
-def settled_config(folder: Path, *overrides: str) -> dict[str, Any]:
-    """What ranks are given."""
-    return settled(composed(f"run_dir={folder}", *overrides), folder)
+def resolved_config(folder: Path, *overrides: str) -> dict[str, Any]:
+    """The config that the command gives to its ranks."""
+    return resolve(composed(f"run_dir={folder}", *overrides), folder, Launch("user"))

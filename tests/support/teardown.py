@@ -53,7 +53,7 @@ class Teardown:
 
     def concerns(self, engine: Engine) -> bool:
         """Whether the engine of this rank has the stage."""
-        return self.stage in (*engine._stages, "finish")
+        return self.stage in (*engine.stages, "finish")
 
 
 class Hold:
@@ -65,7 +65,7 @@ class Hold:
 
 @contextmanager
 def held(teardown: Teardown) -> Iterator[Hold]:
-    hold, advance = Hold(), Engine._advance
+    hold, advance = Hold(), Engine.advance
 
     def advance_or_wait(self: Engine, piece: Any, stage: str, *args: Any, **kwargs: Any) -> None:
         first = piece.bucket.index == 0 and hold.armed.is_set() and not hold.there.is_set()
@@ -79,7 +79,7 @@ def held(teardown: Teardown) -> Iterator[Hold]:
                 advance(self, piece, stage, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_advance", advance_or_wait)
+        patch.setattr(Engine, "advance", advance_or_wait)
         if teardown.way == "leave":
             patch.setattr("lightning_fourmin.allreduce.engine.JOIN_S", 0.0)
         yield hold
