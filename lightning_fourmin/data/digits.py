@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from lightning_fourmin.data.index import ImageSizes, Index, Split
-from lightning_fourmin.data.pack.write_shard import write_shard
+from lightning_fourmin.data.tar import write_shard
 from lightning_fourmin.errors import ShardError
 from lightning_fourmin.files import cache_folder
 
