@@ -15,7 +15,6 @@ from lightning_fourmin.data.partition import BatchRequest
 from lightning_fourmin.data.reader import stream_range
 from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.errors import ShardError
-from lightning_fourmin.notes import add_note
 
 Transform = Callable[[Sample, np.random.Generator], Any]
 """Makes of a sample what is collated to batches. The generator is seeded by (seed, epoch, sample)."""
@@ -142,5 +141,5 @@ class ShardDataset(Dataset[LoadedBatch | ShardError]):
             where = f"in the transform of sample {sample.key} of {sample.shard}"
             if self.on_error != "raise":
                 return ShardError(f"{where}: {type(error).__name__}: {error}")
-            add_note(error, where)
+            error.add_note(where)
             raise
