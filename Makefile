@@ -28,8 +28,8 @@ soak: $(STAMP) ## run what takes long: hundreds of faults and races, thousands o
 	$(PYTEST) -n 2 --dist worksteal --timeout 1800 -rA --show-capture=stdout tests/soak/soak_*.py | tee soak.log
 	$(BIN)/python benchmarks/faults.py soak.log
 
-versions: $(STAMP) ## run the main tests in a fresh environment: make versions PYTHON=python3.12 PACKAGES=oldest
-	$(BIN)/python tests/versions.py $(PYTHON) $(PACKAGES)
+versions: $(STAMP) ## run the main tests in a fresh environment: make versions PYTHON=python3.12 PACKAGES=oldest TORCH=2.14.1
+	$(BIN)/python tests/versions.py $(PYTHON) $(PACKAGES) $(if $(TORCH),--torch $(TORCH))
 
 check: $(STAMP) ## lint, format check and types
 	$(BIN)/ruff check .

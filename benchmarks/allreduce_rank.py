@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_fourmin.allreduce.algorithms import ALGORITHMS
 from lightning_fourmin.allreduce.engine import Engine
 from lightning_fourmin.allreduce.measure_table import Way, measure_table, through, timed_ms
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, sizes_up_to
 from lightning_fourmin.allreduce.topology import Topology
@@ -46,7 +47,7 @@ def main() -> None:
     table = measure_table(topology, groups, torch.device("cpu"), SIZES[-1], budget_s=arguments.tune_s)
 
     def engine_for(table: AllReduceTable) -> Engine:
-        return Engine(topology, table, groups, torch.device("cpu"), shared_bytes=SIZES[-1])
+        return Engine(CommPlan(topology, table), groups, torch.device("cpu"), shared_bytes=SIZES[-1])
 
     engines = {name: engine_for(table.only(name)) for name in ALGORITHMS}
     engines["hybrid"] = engine_for(table)

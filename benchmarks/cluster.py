@@ -4,6 +4,8 @@
            /        |         \\
      eth0 node0  eth0 node1  eth0 node2      each node's end: tc tbf at `rate`
        ranks       ranks       ranks         ranks of a node share its link and its loopback
+
+With a latency the bridge is `delay_switch.py`, which delivers packets late.
 """
 
 import os
@@ -16,12 +18,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-
-from typing_extensions import Self
+from typing import Self
 
 SUBNET = "10.213.7"
 BURST_KB = 64
 LATENCY_MS = 200
+"""How long a packet may queue at a node's end before it is dropped."""
+JUMBO_MTU = 9000
+"""With latency: fewer packets for the switch, which shares the cores with the ranks."""
+SWITCH = Path(__file__).with_name("delay_switch.py")
 
 
 class ClusterUnavailable(RuntimeError):
@@ -37,13 +42,15 @@ def _run(*command: str) -> None:
 class EmulatedCluster:
     """Context manager: `nodes` namespaces with `ranks_per_node` ranks each, links of `rate` (tc syntax: 1gbit).
 
-    Ranks are started with `run`; leaving the context stops every process and removes every namespace, also on error.
+    `latency_ms` is how long a packet travels from one node to another, beside the time that its bytes take. Ranks are
+    started with `run`; leaving the context stops every process and removes every namespace, also on error.
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int, rate: str) -> None:
+    def __init__(self, nodes: int, ranks_per_node: int, rate: str, latency_ms: float = 0.0) -> None:
         if nodes < 1 or ranks_per_node < 1:
             raise ValueError(f"nodes and ranks_per_node must be at least 1, got {nodes} and {ranks_per_node}")
-        self.nodes, self.ranks_per_node, self.rate = nodes, ranks_per_node, rate
+        self.nodes, self.ranks_per_node, self.rate, self.latency_ms = nodes, ranks_per_node, rate, latency_ms
+        self._switch: subprocess.Popen[str] | None = None
         self.prefix = f"fm{os.getpid()}"
         self._ranks: list[subprocess.Popen[bytes]] = []
 
@@ -70,6 +77,29 @@ class EmulatedCluster:
         return f"{self.prefix}n{node}"
 
     def _build(self) -> None:
+        if self.latency_ms:
+            self._build_with_latency()
+        else:
+            self._build_bridge()
+        for node in range(self.nodes):
+            shape = ("tbf", "rate", self.rate, "burst", f"{BURST_KB}kb", "latency", f"{LATENCY_MS}ms")
+            _run("tc", "-n", self._namespace(node), "qdisc", "add", "dev", "eth0", "root", *shape)
+
+    def _build_with_latency(self) -> None:
+        names = [self._namespace(node) for node in range(self.nodes)]
+        for node, name in enumerate(names):
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "tuntap", "add", "dev", "eth0", "mode", "tun")
+            _run("ip", "-n", name, "addr", "add", f"{SUBNET}.{node + 1}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "eth0", "mtu", str(JUMBO_MTU), "txqueuelen", "10000", "up")
+        command = [sys.executable, str(SWITCH), "--latency-ms", str(self.latency_ms), *names]
+        self._switch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._switch.stdout is not None
+        if self._switch.stdout.readline() != "ready\n":
+            raise ClusterUnavailable("the switch with latency did not start: needs /dev/net/tun")
+
+    def _build_bridge(self) -> None:
         bridge = f"{self.prefix}b"
         _run("ip", "netns", "add", bridge)
         _run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
@@ -84,8 +114,6 @@ class EmulatedCluster:
             _run("ip", "-n", name, "addr", "add", f"{SUBNET}.{node + 1}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", bridge, "link", "set", f"p{node}", "master", "br0", "up")
-            shape = ("tbf", "rate", self.rate, "burst", f"{BURST_KB}kb", "latency", f"{LATENCY_MS}ms")
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape)
 
     def _remove(self) -> None:
         signal.signal(signal.SIGTERM, self._previous)
@@ -95,6 +123,8 @@ class EmulatedCluster:
         for rank in self._ranks:
             rank.wait(timeout=10)
         self._ranks.clear()
+        if self._switch is not None:
+            self._switch.communicate(timeout=10)
         for name in [self._namespace(node) for node in range(self.nodes)] + [f"{self.prefix}b"]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 

@@ -26,9 +26,9 @@ from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.decode import Encoded
 from lightning_fourmin.data.index import Index, Split, read_index
 from lightning_fourmin.data.loader import TrainLoader
-from lightning_fourmin.data.order import Stretch
+from lightning_fourmin.data.order import Span
 from lightning_fourmin.data.pack.pack import PackOptions, pack
-from lightning_fourmin.data.partition import Deal
+from lightning_fourmin.data.partition import Partition
 from lightning_fourmin.data.transforms import TrainImage
 from results import table, write
 from stats import estimate, paired_ratio
@@ -83,16 +83,18 @@ def plain_webdataset(folder: Path) -> Callable[[], None]:
     return epoch
 
 
-def loader(folder: Path, split: Split, deal: Deal, num_workers: int = 0, window: int = 256) -> TrainLoader:
+def loader(folder: Path, split: Split, partition: Partition, num_workers: int = 0, window: int = 256) -> TrainLoader:
     transform = TrainImage(SIZE)
     dataset = ShardDataset(
         split, str(folder), seed=0, window=window, transform=transform, collate=default_collate, on_error="raise"
     )
-    return TrainLoader(dataset, deal, 0, remainder="drop", num_workers=num_workers, prefetch_factor=2, pin_memory=False)
+    return TrainLoader(
+        dataset, partition, 0, remainder="drop", num_workers=num_workers, prefetch_factor=2, pin_memory=False
+    )
 
 
 def our_loader(folder: Path) -> Callable[[], None]:
-    ours = loader(folder, read_index(str(folder)).splits["train"], Deal(1, BATCH_SIZE, 1))
+    ours = loader(folder, read_index(str(folder)).splits["train"], Partition(1, BATCH_SIZE, 1))
 
     def epoch() -> None:
         for _ in ours:
@@ -157,7 +159,9 @@ def memory_mb() -> float:
 
 
 def memory(folder: Path) -> tuple[list[float], str]:
-    ours = loader(folder, read_index(str(folder)).splits["train"], Deal(1, BATCH_SIZE, 1), num_workers=1, window=64)
+    ours = loader(
+        folder, read_index(str(folder)).splits["train"], Partition(1, BATCH_SIZE, 1), num_workers=1, window=64
+    )
     found = []
     for _ in range(NUM_EPOCHS):
         for _ in ours:
@@ -185,16 +189,16 @@ def resume(folder: Path) -> tuple[list[float], str]:
             type(shards[0])(link, shards[0].num_samples, shards[0].num_bytes, shards[0].sha256) for link in links
         ]
         Index((), {"train": Split(tuple(entries), None)}).write(large)
-        deal = Deal(8, BATCH_SIZE, 4)
+        partition = Partition(8, BATCH_SIZE, 4)
         split = read_index(str(large)).splits["train"]
-        state = loader(large, split, deal, window=1024).state_dict()
-        whole = tuple(Stretch(*stretch) for stretch in state["left"])
-        state["num_batches"] = int(0.9 * deal.num_batches(whole))
-        state["left"] = [list(stretch) for stretch in deal.left(whole, state["num_batches"])]
+        state = loader(large, split, partition, window=1024).state_dict()
+        whole = tuple(Span(*span) for span in state["left"])
+        state["num_batches"] = int(0.9 * partition.num_batches(whole))
+        state["left"] = [list(span) for span in partition.left(whole, state["num_batches"])]
         seconds = []
         for _ in range(NUM_RESUMES):
             start = time.perf_counter()
-            fresh = loader(large, read_index(str(large)).splits["train"], deal, num_workers=4, window=1024)
+            fresh = loader(large, read_index(str(large)).splits["train"], partition, num_workers=4, window=1024)
             fresh.load_state_dict(state)
             batches = iter(fresh)
             next(batches)

@@ -13,15 +13,17 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
+from lightning_fourmin.allreduce.algorithms import algorithm_of
 from lightning_fourmin.allreduce.buckets import Bucket, FusionPlan
-from lightning_fourmin.allreduce.cost import Link, all_reduce_s
+from lightning_fourmin.allreduce.cost import Link
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.models import build_model
 from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.layer_profile import Profile
 from lightning_fourmin.simulate.roofline import peak_profile
 from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques
-from lightning_fourmin.simulate.step import Plan, Step, simulate
+from lightning_fourmin.simulate.step import Step, Wires, simulate
 from results import machine, table
 
 HERE = Path(__file__).parent
@@ -59,8 +61,8 @@ class Case:
         times = tuple(Row(row.num_bytes, {name: row.milliseconds[name] for name in names}) for row in rows)
         chosen = AllReduceTable(topology.key, "nccl", "cost model", times, chunk_bytes=WHOLE)
         fusion = segments(self.model) if self.fusion else alone(self.model)
-        plan = Plan(fusion, chosen, topology, links, self.wire_itemsize)
-        return simulate(self.profile, plan)
+        plan = CommPlan(topology, chosen, {4: torch.float32, 2: torch.float16}[self.wire_itemsize], fusion=fusion)
+        return simulate(self.profile, plan, Wires(links))
 
     @property
     def profile(self) -> Profile:
@@ -227,7 +229,7 @@ def groups(a: float) -> tuple[str, int]:
     sizes = [2**power for power in range(1, 10)]
     rows, best = [], {}
     for num_bytes in (4096, 65536, 1 << 20, 16 << 20):
-        ms = {k: 1e3 * all_reduce_s("hierarchical", num_bytes, P40.topology(1024, k), links) for k in sizes}
+        ms = {k: 1e3 * algorithm_of("hierarchical").seconds(num_bytes, P40.topology(1024, k), links) for k in sizes}
         best[num_bytes] = min(ms, key=lambda k: ms[k])
         rows.append([f"{num_bytes:,d}", *(f"{ms[k]:.2f}" for k in sizes), str(best[num_bytes])])
     return table(("bytes", *(f"k = {k}, ms" for k in sizes), "best k"), rows), best[4096]

@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,20 +17,20 @@ from typing import Any
 from torch import nn
 
 from cluster import ClusterUnavailable, EmulatedCluster
-from lightning_fourmin.allreduce.buckets import FusionPlan
 from lightning_fourmin.allreduce.cost import Link
 from lightning_fourmin.allreduce.fit_links import fit_links
-from lightning_fourmin.allreduce.table import AllReduceTable, Row, default_fusion_mb
+from lightning_fourmin.allreduce.plan import CommOptions, CommPlan
+from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.simulate.layer_profile import Gradient, Profile
-from lightning_fourmin.simulate.step import Plan, simulate
+from lightning_fourmin.simulate.step import Wires, simulate
 from models import NETS
 from results import read, table, write
 from stats import estimate
 
 MEDIAN_GOAL, WORST_GOAL = 0.10, 0.25
-ITEMSIZES = {"fourmin": 4, "fourmin_fp16": 2}
-"""Variants of the strategy and bytes of a number on their wire."""
+WIRES = {"fourmin": "fp32", "fourmin_fp16": "fp16"}
+"""Variants of the strategy, each with its wire."""
 
 SETTINGS = {
     f"{nodes}x{ranks}_{rate}": (nodes, ranks, rate)
@@ -61,15 +60,17 @@ def predict(name: str, data: dict[str, Any]) -> dict[str, dict[str, float]]:
     steps = {}
     for net, taken in data["steps_ms"].items():
         parameters = list(NETS[net][0]().named_parameters())
-        plan = Plan(
-            FusionPlan.build(parameters, default_fusion_mb(topology, "gloo")), chosen, topology, links, host=host
-        )
         profile = whole_step(data["profiles"][net], dict(parameters), 1e-3 * statistics.median(taken["no_comm"]))
         steps[net] = {
-            variant: 1e3 * simulate(profile, replace(plan, wire_itemsize=itemsize)).step_s
-            for variant, itemsize in ITEMSIZES.items()
+            variant: 1e3 * simulate(profile, plan_of(parameters, topology, wire), Wires(links, host)).step_s
+            for variant, wire in WIRES.items()
         }
     return steps
+
+
+def plan_of(parameters: list[tuple[str, nn.Parameter]], topology: Topology, wire: str) -> CommPlan:
+    """What the strategy decided in the measured steps."""
+    return CommPlan.decide(CommOptions(wire_dtype=wire), topology, "gloo", parameters=parameters)
 
 
 def whole_step(measured: dict[str, Any], parameters: dict[str, nn.Parameter], no_comm_s: float) -> Profile:
@@ -77,7 +78,7 @@ def whole_step(measured: dict[str, Any], parameters: dict[str, nn.Parameter], no
     gradients = tuple(Gradient(name, parameters[name].nbytes, at_s) for name, at_s in measured["ready_s"].items())
     forward_s, backward_s = measured["forward_s"], measured["backward_s"]
     update_s = max(0.0, no_comm_s - forward_s - backward_s)
-    return Profile((), gradients, forward_s, backward_s, update_s, 1, "measured with all ranks running")
+    return Profile(gradients, forward_s, backward_s, update_s, 1, "measured with all ranks running")
 
 
 def fit_host(used: dict[str, float], topology: Topology) -> Link:
@@ -93,7 +94,7 @@ def report(data: dict[str, dict[str, Any]]) -> str:
     for name, measured in ((name, data[name]) for name in SETTINGS if name in data):
         predicted = predict(name, measured)
         for net, steps in measured["steps_ms"].items():
-            for variant in ITEMSIZES:
+            for variant in WIRES:
                 there, ours = estimate(steps[variant]), predicted[net][variant]
                 error = ours / there.median - 1
                 judged = not name.startswith("4x4")

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_fourmin.allreduce.engine import Engine
 from lightning_fourmin.allreduce.measure_table import measure_table, through
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.simulate.layer_profile import measure_profile
@@ -89,7 +90,8 @@ def main() -> None:
     table = measure_table(topology, groups, torch.device("cpu"), largest_bytes, arguments.tune_s)
     used: dict[str, dict[int, float]] = {}
     for name in table.rows[0].milliseconds:
-        engine = Engine(topology, table.only(name), groups, torch.device("cpu"), shared_bytes=largest_bytes)
+        plan = CommPlan(topology, table.only(name))
+        engine = Engine(plan, groups, torch.device("cpu"), shared_bytes=largest_bytes)
         used[name] = {size: host_s(engine, size, 6) for size in HOST_BYTES}
         engine.close()
     if dist.get_rank() == 0:

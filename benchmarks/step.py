@@ -2,11 +2,18 @@
 
 Example: sudo .venv/bin/python benchmarks/step.py            # what is not in the results yet; all: half an hour
          sudo .venv/bin/python benchmarks/step.py --again --only 2x2_200mbit_fc_heavy
+         sudo .venv/bin/python benchmarks/step.py --against HEAD~1     # alternated with an earlier commit
 """
 
 import argparse
+import io
 import json
+import re
+import subprocess
 import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +37,13 @@ class Setting:
     fp16_over_ddp: float = 0.98
     fp16_over_hook: float | None = None
     fp32_over_ddp: float = 0.98
+    latency_ms: float = 0.0
+    """One way between two nodes, beside what the emulation takes by itself."""
 
     @property
     def name(self) -> str:
-        return f"{self.nodes}x{self.ranks_per_node}_{self.rate}_{self.net}"
+        latency = f"_{self.latency_ms:g}ms" if self.latency_ms else ""
+        return f"{self.nodes}x{self.ranks_per_node}_{self.rate}{latency}_{self.net}"
 
 
 SETTINGS = (
@@ -51,6 +61,10 @@ SETTINGS = (
     Setting(2, 4, "1gbit", "deep_narrow"),
     Setting(4, 2, "1gbit", "deep_narrow"),
     Setting(1, 2, LOOPBACK, "deep_narrow"),
+    Setting(2, 2, "200mbit", "fc_heavy", latency_ms=20),
+    Setting(2, 2, "200mbit", "fc_heavy", latency_ms=50),
+    Setting(2, 2, "200mbit", "deep_narrow", latency_ms=20),
+    Setting(2, 2, "200mbit", "deep_narrow", latency_ms=50),
 )
 
 
@@ -62,13 +76,41 @@ def wire_limit_ms(setting: Setting, bytes_a_parameter: int) -> float:
     return 1e3 * 2 * (q - 1) / q * num_parameters * bytes_a_parameter * 8 / bits_a_s
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
+def measure(setting: Setting, rounds: int, arguments: Sequence[str] = ()) -> dict[str, list[float]]:
     """Median step of each variant in each round, in ms."""
-    with EmulatedCluster(setting.nodes, setting.ranks_per_node, setting.rate) as cluster:
+    with EmulatedCluster(setting.nodes, setting.ranks_per_node, setting.rate, setting.latency_ms) as cluster:
         size = ["--nodes", str(setting.nodes), "--ranks-per-node", str(setting.ranks_per_node)]
         script = Path(__file__).with_name("step_rank.py")
-        output = cluster.run(script, ["--net", setting.net, "--rounds", str(rounds), *size], timeout_s=1800)
+        command = ["--net", setting.net, "--rounds", str(rounds), *size, *arguments]
+        output = cluster.run(script, command, timeout_s=1800)
     return dict(json.loads(output.split("RESULT ")[1]))
+
+
+def export(revision: str, folder: Path) -> None:
+    """The package as it was at a commit, under the name `lightning_fourmin_before`: one process imports both."""
+    archive = subprocess.run(["git", "archive", revision, "lightning_fourmin"], capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    (folder / "lightning_fourmin").rename(folder / "lightning_fourmin_before")
+    for file in folder.rglob("*.py"):
+        file.write_text(re.sub(r"\blightning_fourmin\b", "lightning_fourmin_before", file.read_text()))
+
+
+def compare(settings: Sequence[Setting], revision: str, rounds: int) -> None:
+    """Steps of this tree and of an earlier commit, alternated in the same processes; a ratio above 1 is an advance."""
+    rows, data, slower = [], {}, []
+    for i, setting in enumerate(settings):
+        print(f"[{i + 1}/{len(settings)}] {setting.name}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="fourmin-before-") as folder:
+            export(revision, Path(folder))
+            times = data[setting.name] = measure(setting, rounds, ["--before", folder])
+        ratios = [paired_ratio(times[f"{name}_before"], times[name]) for name in ("fourmin", "fourmin_fp16")]
+        slower += [setting.name for ratio in ratios if ratio.high < 1]
+        medians = [f"{estimate(times[name]).median:.0f}" for name in times]
+        rows.append([setting.name.replace(f"_{LOOPBACK}", ""), str(rounds), *medians, *map(str, ratios)])
+        head = ("setting", "rounds", *(f"{name} ms" for name in times), "FP32: before / now", "FP16: before / now")
+        told = f"Slower, with the whole interval below 1: {', '.join(slower) or 'none'}."
+        write("step_against", f"python benchmarks/step.py --against {revision}", data, f"{table(head, rows)}\n\n{told}")
 
 
 def judged(ratio: Estimate, goal: float) -> str:
@@ -125,9 +167,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of settings", choices=[s.name for s in SETTINGS])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--again", action="store_true", help="measure settings that are already in the results again")
+    parser.add_argument("--against", metavar="REVISION", help="alternate with the package of an earlier commit instead")
     arguments = parser.parse_args()
-    data: dict[str, dict[str, list[float]]] = read("step") or {}
     chosen = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
+    if arguments.against:
+        compare(chosen, arguments.against, arguments.rounds)
+        return
+    data: dict[str, dict[str, list[float]]] = read("step") or {}
     todo = [s for s in chosen if arguments.again or s.name not in data]
     command = f"python benchmarks/step.py --rounds {arguments.rounds}"
     for i, setting in enumerate(todo):

@@ -2,9 +2,11 @@
 
 import argparse
 import gc
+import importlib
 import json
 import logging
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -111,7 +113,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
+    parser.add_argument("--before", help="folder of an earlier version to alternate with, as step.py exports it")
     arguments = parser.parse_args()
+    if arguments.before:
+        sys.path.append(arguments.before)
+        before = importlib.import_module("lightning_fourmin_before")
+        VARIANTS["fourmin_before"] = before.FourMinStrategy
+        VARIANTS["fourmin_fp16_before"] = lambda: before.FourMinStrategy(wire_dtype="fp16")
+        arguments.variants = ["fourmin_before", "fourmin", "fourmin_fp16_before", "fourmin_fp16"]
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.allreduce.broadcast_object import agreed
-from lightning_fourmin.allreduce.cuts import cuts_path, read_cuts
+from lightning_fourmin.allreduce.process_groups import broadcast_object
 from lightning_fourmin.cli.tune import TIMEOUT, TuneOptions, tune
 from lightning_fourmin.text import readable_size
 from models import NETS
@@ -40,7 +39,7 @@ def main() -> None:
     make, side, batch_size = NETS[arguments.net]
     with tempfile.TemporaryDirectory(prefix="fourmin-tune-") as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # `default` finds no table there
-        path = agreed(Path(folder) / "tuned" / "table.csv")  # rank 0's folder; only rank 0 reads from it
+        path = broadcast_object(Path(folder) / "tuned" / "table.csv")  # rank 0's folder; only rank 0 reads from it
         largest_mb = sum(p.numel() * 4 for p in make().parameters()) / 2**20
         options = TuneOptions(
             budget_s=arguments.budget,
@@ -51,15 +50,13 @@ def main() -> None:
         )
         net = make()
         table, told = tune(options, int(os.environ["NODE_RANK"]), torch.device("cpu"), net)
-        cuts = agreed(read_cuts(cuts_path(path, list(net.named_parameters()))))
-        assert cuts is not None
         VARIANTS["default"] = FourMinStrategy
         for name in ("ring", "hierarchical", "torus"):
             VARIANTS[name] = partial(FourMinStrategy, algorithm=name)
         VARIANTS["tuned"] = partial(FourMinStrategy, table=path)
         for threshold in THRESHOLDS_MB:
             VARIANTS[f"fusion {threshold:g}"] = partial(
-                FourMinStrategy, table=path, fusion_mb=threshold, algorithm=cuts.algorithm or "hybrid"
+                FourMinStrategy, table=path, fusion_mb=threshold, algorithm=table.algorithm or "hybrid"
             )
         variants = [name for name in VARIANTS if name not in ("ddp_fp16", "fourmin", "fourmin_fp16")]
         times: dict[str, list[float]] = {name: [] for name in variants}
@@ -70,7 +67,7 @@ def main() -> None:
         dist.barrier()
     if dist.get_rank() == 0:
         groups = f", groups of {table.group_size}" if table.group_size else ""
-        buckets = f"{len(cuts.bucket_bytes)} buckets, {cuts.algorithm or table.summary()}"
+        buckets = f"fusion_mb {table.fusion_mb:g}, {table.summary()}"
         chosen = f"{buckets}{groups}, chunks of {readable_size(table.chunk_bytes)}"
         print("RESULT", json.dumps({"times_ms": times, "chosen": chosen, "told": told[-1], "fit": table.fit}))
 

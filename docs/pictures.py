@@ -11,23 +11,22 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, grid, log_axes, results
-from lightning_fourmin.allreduce.algorithms import ALGORITHMS, STAGES, num_steps, phase_ranks
+from drawing import BLUE, GREEN, ORANGE, PURPLE, YELLOW, config, results
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS, STAGES
 from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
-from lightning_fourmin.allreduce.table import SIZES, AllReduceTable, default_fusion_mb
+from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.models import build_model
-from lightning_fourmin.report import svg
-from lightning_fourmin.report.svg import FAINT, INK, MUTED, SETTINGS, to_svg
 from lightning_fourmin.simulate.cluster import Cluster
+from lightning_fourmin.simulate.picture import plot_step, step_legend
 from lightning_fourmin.simulate.roofline import peak_profile
 from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques
-from lightning_fourmin.text import readable_size
+from lightning_fourmin.svg import FAINT, INK, MUTED, SERIES, log_axes, style, to_svg, wide_figure
+from lightning_fourmin.tune.plot import plot_rows, plot_switch_points
 from pictures_of_recipe import large_batch, masters, rates, trust
 
 if TYPE_CHECKING:
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "pictures"
 STEPS = results("step")
-THEME = (Path(svg.__file__).parent / "templates" / "theme.css").read_text() + "svg { background: var(--paper); }"
-COMPUTE = {"forward": BLUE, "backward": GREEN, "optimizer step": PURPLE}
-COLORS = dict(zip(ALGORITHMS, (ORANGE, BLUE, GREEN), strict=True))
+COLORS = dict(zip(ALGORITHMS, SERIES, strict=False))
 NODES_OF_4 = Topology.build([0] * 4 + [1] * 4)
 
 
@@ -58,7 +55,7 @@ def scenario() -> Scenario:
 def fusion() -> tuple[Figure, str]:
     """ResNet-50's gradients in ready order, cut at three thresholds."""
     parameters = list(build_model("resnet50", 1000).named_parameters())
-    figure, (axes,) = grid(2.6)
+    figure, (axes,) = wide_figure(2.6)
     labels = []
     for row, threshold_mb in enumerate((0.0, default_fusion_mb(NODES_OF_4, "gloo"), 16.0)):
         buckets = FusionPlan.build(parameters, threshold_mb).buckets
@@ -77,7 +74,7 @@ def fusion() -> tuple[Figure, str]:
     axes.set_xlabel("MiB of gradients, in the order in which backward makes them ready (fc first, stem last)")
     axes.set_title("Messages of ResNet-50")
     handles = [Patch(color=ORANGE, label="one gradient"), Patch(color=BLUE, label="several, fused")]
-    figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False)
+    figure.legend(handles=handles, loc="outside upper right", ncols=2)
     return figure, "Gradients of ResNet-50 in ready order, cut into buckets at three fusion thresholds"
 
 
@@ -102,7 +99,7 @@ def _draw_phase(axes: "Axes", algorithm: str, stage: str, topology: Topology) ->
 
     for rank in range(topology.world_size):
         x, y = place(rank)
-        met = phase_ranks(algorithm, stage, topology, rank)
+        met = ALGORITHMS[algorithm].peers(stage, topology, rank)
         busy = rank in met and (algorithm != "ring" or stage == "scatter")
         if busy:
             to_x, to_y = place(met[(met.index(rank) + 1) % len(met)])
@@ -119,11 +116,11 @@ def _draw_phase(axes: "Axes", algorithm: str, stage: str, topology: Topology) ->
 
 def steps() -> tuple[Figure, str]:
     """Steps of each algorithm as rings, by the number of ranks, nodes of 8."""
-    figure, (axes,) = grid(3.4)
+    figure, (axes,) = wide_figure(3.4)
     worlds = [2**n for n in range(4, 13)]
     nodes = {world: Topology.build([rank // 8 for rank in range(world)]) for world in worlds}
     for algorithm in ALGORITHMS:
-        counts = [num_steps(algorithm, nodes[world]) for world in worlds]
+        counts = [ALGORITHMS[algorithm].num_steps(nodes[world]) for world in worlds]
         axes.plot(worlds, counts, marker="o", ms=4, color=COLORS[algorithm])
         text, up = f"{algorithm}, {counts[-1]:,}", {"hierarchical": 6, "torus": -6}.get(algorithm, 0)
         axes.annotate(text, (worlds[-1], counts[-1]), (8, up), textcoords="offset points", va="center")
@@ -137,27 +134,18 @@ def steps() -> tuple[Figure, str]:
 
 def allreduce() -> tuple[Figure, str]:
     """The cost model's table for two clusters, with the sizes at which the choice changes."""
-    figure, both = grid(3.8, 2)
+    figure, both = wide_figure(3.8, 2)
     clusters = (
         ("gloo", NODES_OF_4),
         ("nccl", Topology.build([n for n in range(16) for _ in range(8)])),
     )
     for axes, (backend, topology) in zip(both, clusters, strict=True):
         table = AllReduceTable.from_cost_model(topology, backend)
-        for algorithm in ALGORITHMS:
-            times_ms = [row.milliseconds[algorithm] for row in table.rows]
-            axes.plot(SIZES, times_ms, color=COLORS[algorithm], label=algorithm)
-            chosen = [(size, ms) for size, ms in zip(SIZES, times_ms, strict=True) if table.choose(size) == algorithm]
-            axes.plot(*zip(*chosen, strict=True), "o", ms=6, mew=0, color=COLORS[algorithm]) if chosen else None
-        for size, below, above in table.switch_points():
-            axes.axvline(size, color=MUTED, linestyle=":", linewidth=1)
-            text = f"{readable_size(size)}: {below} to {above} "
-            axes.annotate(text, (size, 0.98), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=9)
-        log_axes(axes, x_base=2, y_base=10)
-        axes.set_xticks(SIZES[::3], [readable_size(size) for size in SIZES[::3]])
+        plot_rows(axes, table.rows, [table.choose(row.num_bytes) for row in table.rows])
+        plot_switch_points(axes, table)
         axes.set_xlabel("bytes on the wire")
         axes.set_title(f"{topology.num_nodes} nodes x {topology.largest_group} ranks, {backend}: ms")
-    figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     return figure, "Milliseconds of each all-reduce by size, from the cost model, and where the choice changes"
 
 
@@ -169,11 +157,10 @@ def step() -> tuple[Figure, str]:
     rows: Any = figure.subplots(2, 1)
     titles = ("Every gradient alone, ring", f"Fused (fusion_mb={fused.fusion_mb:g}), hybrid")
     for axes, case, title in zip(rows, (plain, fused), titles, strict=True):
-        _draw_step(axes, case)
+        plot_step(axes, case.step.spans, ("main", "reduce", "scatter", "broadcast"))
         seen = case.prediction
         axes.set_title(f"{title}: {seen.step_ms:,.0f} ms a step, {seen.exposed_ms:,.0f} ms exposed, e = {seen.e:.2f}")
-    handles = [Patch(color=color, label=name) for name, color in {**COMPUTE, "buckets": ORANGE}.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
+    figure.legend(handles=step_legend(), loc="outside upper right", ncols=4)
     rows[-1].set_xlabel("ms; 1024 ranks, 64 images each, FP16, the paper's cluster")
     return (
         figure,
@@ -181,21 +168,9 @@ def step() -> tuple[Figure, str]:
     )
 
 
-def _draw_step(axes: "Axes", case: Scenario) -> None:
-    lanes = ("main", "reduce", "scatter", "broadcast")
-    for span in case.step.spans:
-        start_ms, took_ms = 1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)
-        color = COMPUTE.get(span.name) or (ORANGE, YELLOW)[int(span.name.removeprefix("bucket ")) % 2]
-        axes.barh(lanes.index(span.lane), took_ms, left=start_ms, height=0.7, color=color, linewidth=0)
-    axes.set_yticks(range(len(lanes)), ["compute", *lanes[1:]])
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.grid(False)
-    axes.margins(x=0.01)
-
-
 def scaling() -> tuple[Figure, str]:
     """Predicted efficiency by ranks, with all techniques and without each."""
-    figure, (axes,) = grid(3.8)
+    figure, (axes,) = wide_figure(3.8)
     _draw_scaling(axes)
     axes.set_title("Predicted efficiency e of ResNet-50 on the paper's cluster, each against its own S")
     return figure, "Predicted scaling efficiency from 1 to 4096 ranks, with all techniques, without each, and with none"
@@ -217,12 +192,12 @@ def _draw_scaling(axes: "Axes") -> None:
     axes.set_xticks(ranks[::3], [f"{number:,}" for number in ranks[::3]])
     axes.set_ylim(0, 1.03)
     axes.set_xlabel("ranks, 8 a node, 64 images each, fusion_mb=16")
-    axes.legend(loc="lower left", frameon=False)
+    axes.legend(loc="lower left")
 
 
 def overview() -> tuple[Figure, str]:
     """What was measured on emulated clusters, beside what is predicted for the paper's."""
-    figure, (measured, predicted) = grid(3.6, 2)
+    figure, (measured, predicted) = wide_figure(3.6, 2)
     ways = {"ddp": ("ddp", MUTED), "ddp_fp16": ("ddp, FP16 hook", YELLOW), "fourmin": ("fourmin", GREEN)}
     ways["fourmin_fp16"] = ("fourmin, FP16 wire", BLUE)
     clusters = ("2x2", "2x4", "4x2")
@@ -232,10 +207,9 @@ def overview() -> tuple[Figure, str]:
         measured.bar_label(bars, fmt="%.0f", fontsize=8, color=INK)
     measured.set_xticks([number + 0.315 for number in range(3)], [cluster.replace("x", " x ") for cluster in clusters])
     measured.set_xlabel("emulated nodes x ranks, 200 Mbit/s")
-    measured.set_axisbelow(True)
     measured.set_title("Measured: ms a step")
     measured.set_ylim(0, 1.35 * max(statistics.median(STEPS[f"{c}_200mbit_fc_heavy"]["ddp"]) for c in clusters))
-    measured.legend(loc="upper left", ncols=2, frameon=False, fontsize=9)
+    measured.legend(loc="upper left", ncols=2, fontsize=9)
     _draw_scaling(predicted)
     predicted.set_title("Predicted: efficiency of ResNet-50")
     return figure, "Measured steps of ddp and fourmin on three emulated clusters; predicted efficiency up to 4096 ranks"
@@ -249,10 +223,10 @@ PICTURES: tuple[Callable[[], tuple[Figure, str]], ...] = (
 def draw_all(folder: Path) -> None:
     """Writes every picture; the same code gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(SETTINGS):
+    with style():
         for picture in PICTURES:
             figure, label = picture()
-            text = to_svg(figure, picture.__name__, label, THEME)
+            text = to_svg(figure, picture.__name__, label, standalone=True)
             (folder / f"{picture.__name__}.svg").write_text(text + "\n")
 
 

@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import lightning_fourmin as fm
-from drawing import BLUE, GREEN, ORANGE, config, grid, log_axes, results
+from drawing import BLUE, GREEN, ORANGE, config, results
 from lightning_fourmin.models import build_model
 from lightning_fourmin.optim.schedule import GlobalBatch
-from lightning_fourmin.report.svg import MUTED
+from lightning_fourmin.svg import MUTED, log_axes, wide_figure
 
 IMAGENET_TRAIN = 1_281_167
 MOST_POINTS_BELOW = 10.0
@@ -21,14 +21,14 @@ MOST_POINTS_BELOW = 10.0
 def masters() -> tuple[Figure, str]:
     """Share of weights that one LARS step leaves as they were, in FP16 and on FP32 masters, by learning rate."""
     rates = [10.0 ** (exponent / 4) for exponent in range(-12, 7)]
-    figure, (axes,) = grid(3.4)
+    figure, (axes,) = wide_figure(3.4)
     for name, dtype, color in (("FP16 weights", torch.float16, ORANGE), ("FP32 masters", torch.float32, BLUE)):
         axes.plot(rates, [100 * _share_lost(rate, dtype) for rate in rates], color=color, marker="o", ms=4, label=name)
     log_axes(axes, x_base=10)
     axes.set_ylim(-3, 103)
     axes.set_xlabel("learning rate of LARS (trust coefficient 0.001)")
     axes.set_title("Weights whose update is lost to rounding, %, one step")
-    axes.legend(frameon=False)
+    axes.legend()
     return (
         figure,
         "Share of weights that a LARS step does not change, by learning rate, in FP16 and on FP32 masters",
@@ -56,7 +56,7 @@ def trust() -> tuple[Figure, str]:
         nn.functional.cross_entropy(net(images), labels).backward()
         optimizer.step()
         seen.append(optimizer.trust_ratios())
-    figure, (axes,) = grid(3.4)
+    figure, (axes,) = wide_figure(3.4)
     names = list(seen[0])
     for shift, (ratios, label, color) in enumerate(((seen[0], "step 1", BLUE), (seen[-1], "step 10", ORANGE))):
         heights = [ratios[name] for name in names]
@@ -64,13 +64,13 @@ def trust() -> tuple[Figure, str]:
     log_axes(axes, y_base=10)
     axes.set_xticks([place + 0.19 for place in range(len(names))], [name.removesuffix(".weight") for name in names])
     axes.set_title("Trust ratio of each weight tensor, alexnet_bn_small on 16 random images")
-    axes.legend(frameon=False)
+    axes.legend()
     return figure, "Trust ratios of the eight weight tensors of a small AlexNet-BN at its first and tenth step"
 
 
 def rates() -> tuple[Figure, str]:
     """The learning rates of the ImageNet experiments."""
-    figure, (axes,) = grid(3.2)
+    figure, (axes,) = wide_figure(3.2)
     for name, color in (
         ("imagenet_resnet50_8k", BLUE),
         ("imagenet_resnet50_64k", ORANGE),
@@ -86,7 +86,7 @@ def rates() -> tuple[Figure, str]:
         axes.plot(epochs, [plan.lr(round(epoch * per_epoch)) for epoch in epochs], color=color, label=name)
     axes.set_xlabel("epoch")
     axes.set_title("Learning rate of the ImageNet experiments: warm-up, then poly decay")
-    axes.legend(frameon=False)
+    axes.legend()
     return figure, "Learning rate by epoch of the three ImageNet experiments"
 
 

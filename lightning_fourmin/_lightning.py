@@ -1,15 +1,31 @@
-"""Parts of a Trainer, by Lightning's own names, that others take the place of."""
+"""Private names of Lightning and torch that the package needs: the one file to read when either has a new release."""
 
 from collections.abc import Callable
 from types import FrameType
 
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.distributed_c10d import _get_default_store
 
 SIGTERM_HANDLER, REQUEUE_HANDLER = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 """What Lightning does at SIGTERM, and when SLURM warns that the time is up."""
 ASK_BEFORE_BATCH = "_broadcast_sigterm_tensor"
 """Its broadcast before every batch."""
+
+# There is no public launcher of scripts to build on.
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+ChildProcessObserver = _ChildProcessObserver
+set_num_threads_if_needed = _set_num_threads_if_needed
+# `dist.init_process_group` is the public way; this one also leaves an NCCL group in good order at exit.
+init_dist_connection = _init_dist_connection
+# The public AsyncCheckpointIO is one of several that wrap another CheckpointIO.
+WrappingCheckpointIO = _WrappingCheckpointIO
+# The public way is to make a store before the group and to hand it in; under srun or torchrun others make it.
+get_default_store = _get_default_store
 
 
 def set_handler(trainer: Trainer, name: str, handler: Callable[[int, FrameType | None], None] | None) -> None:

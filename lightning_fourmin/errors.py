@@ -20,6 +20,13 @@ class CheckpointError(FourMinError):
 class ShardError(FourMinError, RuntimeError):
     """A shard, an index or a sample that is missing, damaged or not what it should be."""
 
+    def __init__(self, text: str, *details: str) -> None:
+        """Each of `details` gets a line of its own below the text."""
+        super().__init__(*map(_escaped, (text, *details)))
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.args)
+
 
 class ConfigError(FourMinError, ValueError):
     """A configuration that makes no training, and what to change."""
@@ -40,3 +47,8 @@ class RankError(FourMinError):
         super().__init__(message)
         self.details = details
         """The traceback, or nothing."""
+
+
+def _escaped(text: str) -> str:
+    """The text with escapes for unprintable characters: names in a shard may hold what a terminal obeys."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,74 +1,99 @@
-"""The `fourmin` strategy: DistributedDataParallel with tensor fusion and hybrid all-reduce behind its hook."""
+"""The `fourmin` strategy: DistributedDataParallel with tensor fusion and hybrid all-reduce behind its hook.
+
+The methods stand in the order in which Lightning calls them:
+
+    the Trainer is made        __init__, precision_plugin, checkpoint_io, _configure_launcher      (one process)
+    the run begins             setup_environment, which calls setup_distributed                    (each rank)
+    a checkpoint is read       load_checkpoint, load_model_state_dict
+    the module is wrapped      _setup_model, _register_ddp_hooks: where there is something to fit
+    every step                 on_train_batch_start, training_step, backward, optimizer_step
+    now and then               reduce, save_checkpoint, on_validation_start
+    the run ends               on_train_end; on_exception if there was an error; teardown
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fourmin.allreduce.broadcast_object import gathered
 from lightning_fourmin.allreduce.buckets import (
-    MIB,
     FusionPlan,
     refuse_complex_gradients,
     refuse_sparse_gradients,
     wire_bytes,
 )
 from lightning_fourmin.allreduce.engine import Engine, all_reduce_hook
-from lightning_fourmin.allreduce.meter import Meter
-from lightning_fourmin.allreduce.process_groups import ProcessGroups
-from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
-from lightning_fourmin.allreduce.table_selection import choose_cuts, choose_table
+from lightning_fourmin.allreduce.measure import Meter, Spans, Trace
+from lightning_fourmin.allreduce.measure_table import choose_table
+from lightning_fourmin.allreduce.plan import CommOptions, CommPlan
+from lightning_fourmin.allreduce.process_groups import ProcessGroups, gather_objects
+from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.allreduce.trace import Trace
-from lightning_fourmin.buffers import LateBufferSync, only_batch_norm_statistics
-from lightning_fourmin.errors import LostRankError
-from lightning_fourmin.options import WIRE_DTYPES, CommOptions
+from lightning_fourmin.faults.checkpoint_io import all_ranks_hear, naming_other_models, refuse_foreign, whole_files
+from lightning_fourmin.faults.launcher import PatientLauncher
+from lightning_fourmin.faults.missing_ranks import MissingRanks
+from lightning_fourmin.faults.restart_store import join_group_of_attempt, shares_agents_store
 from lightning_fourmin.precision.plugin import FourMinPrecision
-from lightning_fourmin.resilient_ddp import ResilientDDPStrategy
-from lightning_fourmin.tested_versions import warn_outside_tested_versions
 
 log = logging.getLogger(__name__)
 
+UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
+"""What torch says where a step has left parameters out."""
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+"""The buffers of torch's batch norm layers."""
 
-class FourMinStrategy(ResilientDDPStrategy):
+
+class FourMinStrategy(DDPStrategy):
     """Data-parallel training with fused gradients and an all-reduce chosen by size and topology.
 
-    Where all buffers are running statistics of batch norm they are synced before they are read, not before every
+    It is a `DDPStrategy`, and takes the place of one: `Trainer(strategy="fourmin")`. DDP's reducer cuts the gradients
+    into buckets of the strategy's choice and hands them to its communication hook; behind it the engine all-reduces
+    them in threads of its own. The strategy itself is used by the main thread only. It is pickled where ranks are
+    spawned, so that it holds process groups and threads between `setup_environment` and `teardown` only.
+
+    Where all buffers are running statistics of batch norm, they are synced before they are read, not before every
     forward. A module that switches batch norm to evaluation inside of a training step reads those of its own rank
-    there, unless it is given `forward_sync_buffers=True`, as `ddp` has it.
+    there, unless the strategy is given `forward_sync_buffers=True`, as `ddp` has it.
+
+    What goes wrong is told on all ranks: which rank is gone or has not arrived, why a checkpoint could not be saved.
+    Checkpoints are whole or not there. Under torchrun a restarted run meets in a store of its own.
 
     Args:
         algorithm: "hybrid" (the table chooses for each bucket), "ring", "hierarchical" or "torus".
         group_size: ranks a group of the hierarchical and torus all-reduce; None: what the table found best, else the
             ranks of a node.
-        fusion_mb: fusion threshold in MiB of gradients; None: the cuts that `fourmin tune model=...` found for this
-            module and left beside the table, else 2 to 32 MiB by the cost model.
+        fusion_mb: fusion threshold in MiB of gradients; None: what `fourmin tune model=...` found best and wrote into
+            the table, else 2 to 32 MiB by the cost model.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
         table: path of a measured table (CSV); "auto": the cached table of this topology, else measure one now (5 s) and
             keep it; None: the cached table, else the cost model.
         wire_dtype: "fp32", "fp16" or "bf16"; None: what `FourMinPrecision` computes in, else the gradients' dtype.
         predivide: factor that gradients are divided by before the sum, the rest after; None: chosen so that sums stay
-            in range (see `comm.scaling`).
+            in range (see `allreduce/predivide.py`).
         stall_warning_s: seconds; when a phase waits longer, every rank that waits says which ranks have not arrived
             (on CUDA that is left to the watchdog of NCCL).
-        trace: record spans; rank 0 writes those of all ranks (the last million, at most 50,000 of each) as
-            `fourmin_trace.json` below the Trainer's `default_root_dir`, for Perfetto or chrome://tracing. On CUDA
-            spans tell when the host launched something, not how long the device took.
-        **kwargs: everything `DDPStrategy` and `DistributedDataParallel` take.
+        trace: record spans; every rank writes its last ones (at most 50,000) as `fourmin_trace.rankN.json` below the
+            Trainer's `default_root_dir`, for Perfetto or chrome://tracing, and `fourmin report` merges them into one
+            file. On CUDA spans tell when the host launched something, not how long the device took.
+        **kwargs: everything that `DDPStrategy` and `DistributedDataParallel` take.
     """
+
+    # The Trainer is made: no rank, device or process group is known.
 
     def __init__(
         self,
@@ -93,18 +118,15 @@ class FourMinStrategy(ResilientDDPStrategy):
         super().__init__(**kwargs)
         self._ddp_cuts = bool(own_caps)
         self._topology: Topology | None = None
+        self._missing_ranks: MissingRanks | None = None
+        self._groups: ProcessGroups | None = None
         self._engine: Engine | None = None
+        self._spans: Spans | None = None
         self._trace: Trace | None = None
         self._late_buffers: LateBufferSync | None = None
-        self.fusion_plan: FusionPlan | None = None
-        """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
-        warn_outside_tested_versions()
-
-    @property
-    def topology(self) -> Topology:
-        """Who is where, known when the ranks have met. A tuned table may use other groups."""
-        assert self._topology is not None
-        return self._topology
+        self._checkpoint_path: str | Path | None = None
+        self.plan: CommPlan | None = None
+        """How the gradients of the current fit travel; None where a user's hook runs."""
 
     @property
     @override
@@ -113,34 +135,57 @@ class FourMinStrategy(ResilientDDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Lightning's plugin for "16-true" and "bf16-true", which has no FP32 masters, makes room for ours."""
+        """Puts ours in the place of Lightning's plugin for "16-true" and "bf16-true", which has no FP32 masters."""
         if type(precision_plugin) is HalfPrecision:
             precision_plugin = FourMinPrecision("fp16" if precision_plugin.precision == "16-true" else "bf16")
         self._precision_plugin = precision_plugin
 
     @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """The dtype of gradients on the wire; None: their own."""
-        if self._options.wire_dtype is not None:
-            return WIRE_DTYPES[self._options.wire_dtype]
-        return self.precision_plugin.dtype if isinstance(self.precision_plugin, FourMinPrecision) else None
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = whole_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    # What callbacks and reports ask for, when the ranks have met.
+
+    @property
+    def topology(self) -> Topology:
+        """Who is where, known when the ranks have met. A tuned table may use other groups."""
+        assert self._topology is not None
+        return self._topology
+
+    @property
+    def fusion_plan(self) -> FusionPlan | None:
+        """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
+        return None if self.plan is None else self.plan.fusion
 
     @property
     def table(self) -> AllReduceTable | None:
         """What the current fit chooses algorithms by; None where a user's hook runs."""
-        return None if self._engine is None else self._engine.table
+        return None if self.plan is None else self.plan.table
 
     def measure_communication(self) -> Meter | None:
         """Starts to measure what communication costs; None where a user's hook runs instead of the engine."""
-        if self._engine is None:
-            return None
-        self._engine.meter = self._engine.meter or Meter(self.root_device)
-        return self._engine.meter
+        return None if self._engine is None else self._engine.measure()
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # DDPStrategy multiplies devices by nodes, which is wrong where nodes have different numbers of ranks.
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # The run begins: called in each rank, in fits, evaluations and predictions.
 
     @override
     def setup_environment(self) -> None:
@@ -150,12 +195,14 @@ class FourMinStrategy(ResilientDDPStrategy):
                 "use Trainer(accelerator='cpu', strategy='fourmin') or strategy='auto'"
             )
         super().setup_environment()
+        # First of all, so that what fails from here on is explained.
+        self._missing_ranks = MissingRanks(self._options.stall_warning_s) if dist.get_world_size() > 1 else None
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
                 f"the process group has {dist.get_world_size()} ranks but the launcher says {self.world_size}: it is "
                 "of an earlier run; run each job of a sweep in a process of its own"
             )
-        places = gathered((self.node_rank, self.num_processes))
+        places = gather_objects((self.node_rank, self.num_processes))
         node_of = [node for node, _ in places]
         for node, asked_for in places:
             if node_of.count(node) != asked_for:
@@ -166,6 +213,36 @@ class FourMinStrategy(ResilientDDPStrategy):
         self._topology = Topology.build(node_of, self._options.group_size)
 
     @override
+    def setup_distributed(self) -> None:
+        if shares_agents_store() and not dist.is_initialized():
+            assert self.cluster_environment is not None
+            self.set_world_ranks()
+            join_group_of_attempt(
+                self.cluster_environment,
+                self._get_process_group_backend(),
+                self._timeout or default_pg_timeout,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+        # Makes the group, unless there is one.
+        super().setup_distributed()
+
+    # A checkpoint is read: before the module is set up.
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        refuse_foreign(checkpoint, checkpoint_path)
+        self._checkpoint_path = checkpoint_path
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with naming_other_models(self._checkpoint_path):
+            super().load_model_state_dict(checkpoint, strict)
+
+    # The module is wrapped: in a fit, after it has been converted to its precision and moved to its device.
+
+    @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         user_kwargs = self._ddp_kwargs
         kwargs = dict(user_kwargs)
@@ -173,84 +250,84 @@ class FourMinStrategy(ResilientDDPStrategy):
         if not {"forward_sync_buffers", "broadcast_buffers"} & kwargs.keys() and only_batch_norm_statistics(model):
             kwargs["forward_sync_buffers"] = False
             self._late_buffers = LateBufferSync(model)
-        self.fusion_plan = None
+        self.plan = None
         if self._ddp_comm_hook is None:
             refuse_sparse_gradients(model)
-            refuse_complex_gradients(model, self.wire_dtype)
-            if not self._ddp_cuts and any(p.requires_grad for p in model.parameters()):
-                self.fusion_plan = self._plan_fusion(model)
-                kwargs["bucket_cap_mb_list"] = list(self.fusion_plan.caps_mb)
+            self.plan = self._decide_plan(model)
+            refuse_complex_gradients(model, self.plan.wire_dtype)
+            if self.plan.fusion is not None:
+                kwargs["bucket_cap_mb_list"] = list(self.plan.fusion.caps_mb)
+        # The arguments of DDP are made for this module; another fit of the strategy begins with the user's again.
         self._ddp_kwargs = kwargs
         try:
             return super()._setup_model(model)
         finally:
             self._ddp_kwargs = user_kwargs
 
-    def _plan_fusion(self, model: nn.Module) -> FusionPlan:
+    def _decide_plan(self, model: nn.Module) -> CommPlan:
+        """The plan of a fit; a collective call, since rank 0 reads the table or all ranks measure one."""
+        options, precision = self._options, self.precision_plugin
+        compute_dtype = precision.dtype if isinstance(precision, FourMinPrecision) else None
+        wire_dtype = options.wire(compute_dtype)
+        self._groups = ProcessGroups.shared(self._timeout)
+        table = choose_table(
+            options.table,
+            self.topology,
+            self._groups,
+            self.root_device,
+            wire_bytes(model, wire_dtype),
+            wire_dtype,
+            any_groups=options.group_size is None,
+        )
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
-        if self._options.fusion_mb is not None:
-            return FusionPlan.build(parameters, self._options.fusion_mb, rebuilt)
-        cuts = choose_cuts(self._options.table, self.topology, parameters)
-        if cuts is not None:
-            return FusionPlan.from_cuts(parameters, cuts.bucket_bytes, rebuilt, cuts.algorithm)
-        return FusionPlan.build(parameters, default_fusion_mb(self.topology, dist.get_backend()), rebuilt)
+        parameters = [] if self._ddp_cuts else parameters
+        return CommPlan.decide(options, self.topology, dist.get_backend(), table, parameters, compute_dtype, rebuilt)
 
     @override
     def _register_ddp_hooks(self) -> None:
+        # DDPStrategy registers hooks on CUDA only, and drops a user's hook on CPU without a word.
         assert isinstance(self.model, DistributedDataParallel)
         if self._ddp_comm_hook is not None:
             rank_zero_info("fourmin: your ddp_comm_hook is used; fusion and hybrid all-reduce stay out of its way")
-            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            wrapper = self._ddp_comm_wrapper
+            hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
+            self.model.register_comm_hook(self._ddp_comm_state, hook)
             return
-        groups, bytes_a_step = ProcessGroups.shared(self._timeout), wire_bytes(self.model, self.wire_dtype)
+        assert self.plan is not None
+        assert self._groups is not None
+        assert self.lightning_module is not None
+        self._spans = Spans(self.root_device)
         if self._options.trace:
             self._trace = Trace(self.global_rank, self.world_size)
             self._trace.align(self.root_device)
-        table = self._choose_table(groups, bytes_a_step)
+            self._trace.write_at_exit(self.lightning_module.trainer.default_root_dir)
+            self._spans.listen(self._trace)
         self._engine = Engine(
-            table.groups_of(self.topology),
-            table,
-            groups,
+            self.plan,
+            self._groups,
             self.root_device,
-            self.wire_dtype,
-            self._options.predivide,
-            shared_bytes=bytes_a_step,
-            stall_warning_s=self._options.stall_warning_s,
-            trace=self._trace,
+            shared_bytes=wire_bytes(self.model, self.plan.wire_dtype),
+            missing_ranks=self._missing_ranks,
+            spans=self._spans,
         )
         self.model.register_comm_hook(self._engine, all_reduce_hook)
-        self._announce(self._engine)
+        rank_zero_info(f"fourmin: {self.plan.summary()}")
+        log.debug("%s\n%s", self.plan.table, self.plan.explain())
+
+    # Every step. An error of the engine is raised from here: DDP would garble one that it got from its hook.
 
     @override
-    def end_waits(self, error: LostRankError) -> None:
-        if self._engine is not None:
-            self._engine.fail(error)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._late_buffers is not None:
+            self._late_buffers.before_training_step()
 
-    def _choose_table(self, groups: ProcessGroups, largest_bytes: int) -> AllReduceTable:
-        options = self._options
-        any_groups, device = options.group_size is None, self.root_device
-        table = choose_table(
-            options.table, self.topology, groups, device, largest_bytes, self.wire_dtype, any_groups=any_groups
-        )
-        if options.switch_mb is not None:
-            return table.with_switch(int(options.switch_mb * MIB))
-        if options.algorithm != "hybrid":
-            return table.only(options.algorithm)
-        return table if self.fusion_plan is None else table.for_plan(self.fusion_plan)
-
-    def _announce(self, engine: Engine) -> None:
-        wire = str(engine.wire_dtype or "gradients' dtype").removeprefix("torch.")
-        buckets = "as DDP cuts them"
-        if self.fusion_plan is not None:
-            tuned = " (measured cuts)" if self.fusion_plan.threshold_bytes is None else ""
-            buckets = f"{len(self.fusion_plan.buckets)}{tuned}"
-        rank_zero_info(
-            f"fourmin: {engine.topology}; buckets: {buckets}; wire: {wire}; all-reduce ({engine.table.source}): "
-            f"{engine.table.summary()}"
-        )
-        log.debug("%s\n%s", engine.table, self.fusion_plan)
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._span("training_step"):
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -261,33 +338,50 @@ class FourMinStrategy(ResilientDDPStrategy):
         return loss
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._span("training_step"):
-            return super().training_step(*args, **kwargs)
-
-    @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._engine is not None:
             self._engine.raise_error()  # manual optimization may go around `backward`: by loss.backward()
-        if self._trace is None:
+        if not self._spans:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         # The closure is forward and backward: the optimizer's own work begins after it.
-        with self._trace.span_after("main", "optimizer", closure) as timed:
+        with self._spans.after("optimizer", closure) as timed:
             return super().optimizer_step(optimizer, timed, *args, **kwargs)
 
     def _span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._trace is None else self._trace.span("main", name)
+        return self._spans.during(name) if self._spans else nullcontext()
+
+    # Now and then, by all ranks together.
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._late_buffers is not None:
-            self._late_buffers.before_training_step()
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """As DDPStrategy's, without the barrier before it: an all-reduce waits for all ranks by itself.
+
+        The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples a rank.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else ""
+        mean = name in ("mean", "avg")
+        op: Any = ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()) if name else reduce_op
+        with self._spans.waiting() if self._spans else nullcontext():
+            dist.all_reduce(tensor, op=op, group=group)
+        if not mean:
+            return tensor
+        result = tensor / dist.get_world_size(group)
+        tensor.copy_(result)
+        return tensor if tensor.is_floating_point() else result
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        with all_ranks_hear(self.broadcast):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._sync_late_buffers()
+
+    # The run ends: well, or with an error; `teardown` comes last in any case, but a process may end without it.
 
     @override
     def on_train_end(self) -> None:
@@ -299,31 +393,18 @@ class FourMinStrategy(ResilientDDPStrategy):
             self._late_buffers.sync()
 
     @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """As DDPStrategy's, without the barrier before it: an all-reduce waits for all ranks by itself.
-
-        The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples a rank.
-        """
-        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
-            return tensor
-        name = reduce_op.lower() if isinstance(reduce_op, str) else ""
-        mean = name in ("mean", "avg")
-        op: Any = ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()) if name else reduce_op
-        meter = None if self._engine is None else self._engine.meter
-        with nullcontext() if meter is None else meter.waiting():
-            dist.all_reduce(tensor, op=op, group=group)
-        if not mean:
-            return tensor
-        result = tensor / dist.get_world_size(group)
-        tensor.copy_(result)
-        return tensor if tensor.is_floating_point() else result
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
+        # Lightning's explanation of torch's error names its own strategies, so ours takes the place of the error first.
+        if any(isinstance(arg, str) and UNUSED_PARAMETERS in arg for arg in exception.args):
+            exception.args = (
+                "It looks like your LightningModule has parameters that were not used in producing the loss returned "
+                "by training_step. If this is intentional, you must enable the detection of unused parameters in DDP, "
+                "either by setting the string value `strategy='fourmin_find_unused_parameters_true'` or by setting the "
+                "flag in the strategy with `strategy=FourMinStrategy(find_unused_parameters=True)`.",
+            )
         super().on_exception(exception)
-        if exception.args and isinstance(exception.args[0], str):
-            text = exception.args[0].replace("'ddp_find_unused", "'fourmin_find_unused")
-            exception.args = (text.replace("=DDPStrategy(", "=FourMinStrategy("), *exception.args[1:])
+        if self._missing_ranks is not None and isinstance(exception, Exception):
+            self._missing_ranks.explain(exception)
 
     @override
     def teardown(self) -> None:
@@ -332,9 +413,15 @@ class FourMinStrategy(ResilientDDPStrategy):
             self._engine = None
         trace, self._trace = self._trace, None
         if trace is not None and self.lightning_module is not None:
-            trace.write_merged(self.lightning_module.trainer.default_root_dir)
+            trace.write(self.lightning_module.trainer.default_root_dir)
+        self._spans = None
         self._late_buffers = None
+        if self._missing_ranks is not None:
+            self._missing_ranks.close()
+            self._missing_ranks = None
         super().teardown()
+
+    # At the import of the package.
 
     @classmethod
     @override
@@ -351,3 +438,52 @@ class FourMinStrategy(ResilientDDPStrategy):
                     find_unused_parameters=unused,
                     start_method=start_method,
                 )
+
+
+class LateBufferSync:
+    """Broadcasts the running statistics of batch norm from rank 0 when they are about to be read.
+
+    A training forward of batch norm does not read its running statistics, and rank 0 is the source of every broadcast
+    of DDP. So syncing them before evaluation and at the end gives every rank what rank 0 has, once and not in every
+    step. Layers that evaluate in a training step read theirs there; then they are synced before it, as DDP does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._layers = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+        self._training = [layer.training for layer in self._layers]
+
+    def before_training_step(self) -> None:
+        """Syncs when layers have been switched between training and evaluation, and as long as one of them evaluates.
+
+        That one reads its statistics, which may change: those of a teacher follow the student's.
+        """
+        training = [layer.training for layer in self._layers]
+        if training != self._training or not all(training):
+            self._training = training
+            self.sync()
+
+    def sync(self) -> None:
+        """Gives every rank the buffers of rank 0; a collective call."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        for name, buffer in self._module.named_buffers():
+            if name not in ignored:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                dist.broadcast(flat, src=0)
+                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                    buffer.copy_(values.view_as(buffer))
+
+
+def only_batch_norm_statistics(module: nn.Module) -> bool:
+    """Whether the module has buffers, and all of them are running statistics of torch's own batch norm layers."""
+    owned = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
+    return bool(owned) and all(_is_batch_norm(owner) and name in STATISTICS for owner, name in owned)
+
+
+def _is_batch_norm(layer: nn.Module) -> bool:
+    # What a forward of another's making reads in training is not known.
+    return isinstance(layer, _BatchNorm) and type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)

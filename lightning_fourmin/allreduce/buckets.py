@@ -5,12 +5,13 @@ bucket           [ pooled until it passes the threshold ]  [ above it: alone, or
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from lightning_fourmin.text import dtype_name
 
 MIB = 1024 * 1024
 SMALL_SHARE = 1 / 16
@@ -22,8 +23,21 @@ class Bucket:
     """Gradients that travel together."""
 
     names: tuple[str, ...]
+    """Of the parameters."""
     num_bytes: int
+    """Of the gradients, in their own dtype."""
     dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.num_bytes // self.dtype.itemsize
+
+    @property
+    def content(self) -> str:
+        """What is in it, for people: `fc.weight` or `conv2.bias .. conv1.weight`."""
+        first, last = self.names[0], self.names[-1]
+        return first if first == last else f"{first} .. {last}"
 
 
 @dataclass(frozen=True)
@@ -33,10 +47,8 @@ class FusionPlan:
     buckets: tuple[Bucket, ...]
     caps_mb: tuple[float, ...]
     """`bucket_cap_mb_list` for DistributedDataParallel."""
-    threshold_bytes: int | None
-    """None: cut where measured times of backward say."""
-    algorithm: str | None = None
-    """Measured as the fastest for these buckets; None: the table chooses for each."""
+    threshold_bytes: int
+    """A pool of gradients closes when it passes this size."""
 
     @classmethod
     def build(
@@ -50,52 +62,23 @@ class FusionPlan:
         dtypes: the list is made for the dtype with the most bytes, and the plan tells what the others get.
         """
         threshold_bytes = int(threshold_mb * MIB)
-        return cls._with_caps(parameters, _cut(_ready_sizes(parameters), threshold_bytes), rebuilt, threshold_bytes)
-
-    @classmethod
-    def from_cuts(
-        cls,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        bucket_bytes: Sequence[int],
-        rebuilt: bool = True,
-        algorithm: str | None = None,
-    ) -> "FusionPlan":
-        """Plans buckets of just these bytes, in ready order, for the dtype with the most bytes."""
-        ends = set(accumulate(_ready_sizes(parameters)))
-        if not set(accumulate(bucket_bytes)) <= ends or sum(bucket_bytes) != max(ends):
-            raise ValueError(
-                f"buckets of {', '.join(map(str, bucket_bytes))} bytes do not end where gradients of this module end: "
-                "they were made for another one"
-            )
-        return replace(cls._with_caps(parameters, list(bucket_bytes), rebuilt, None), algorithm=algorithm)
-
-    @classmethod
-    def _with_caps(
-        cls,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        caps: list[int],
-        rebuilt: bool,
-        threshold_bytes: int | None,
-    ) -> "FusionPlan":
-        """`caps`: bytes of the buckets in ready order."""
+        caps = _cut(_ready_sizes(parameters), threshold_bytes)
         # DDP closes a bucket when it reaches its cap, so a cap of 0 (only empty tensors) would never be a limit.
         limits = [max(cap, 1) for cap in (caps if rebuilt else reversed(caps))]
         return cls(_ddp_buckets(parameters, limits, rebuilt), tuple(limit / MIB for limit in limits), threshold_bytes)
 
     def __str__(self) -> str:
-        how = "measured cuts" if self.threshold_bytes is None else f"threshold {self.threshold_bytes / MIB:g} MiB"
-        lines = [f"{len(self.buckets)} buckets, fusion {how}"]
+        lines = [f"{len(self.buckets)} buckets, fusion threshold {self.threshold_bytes / MIB:g} MiB"]
         for index, bucket in enumerate(self.buckets):
-            first, last = bucket.names[0], bucket.names[-1]
-            names = first if first == last else f"{first} .. {last}"
             lines.append(
                 f"  {index:3d}  {len(bucket.names):4d} tensors  {bucket.num_bytes:12,d} bytes  "
-                f"{str(bucket.dtype).removeprefix('torch.')}  {names}"
+                f"{dtype_name(bucket.dtype)}  {bucket.content}"
             )
         return "\n".join(lines)
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
+    """ValueError for an embedding whose gradients are sparse."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise ValueError(
@@ -105,16 +88,17 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 
 
 def refuse_complex_gradients(module: nn.Module, wire_dtype: torch.dtype | None) -> None:
+    """ValueError for complex gradients that a wire dtype would make real."""
     for name, parameter in module.named_parameters():
         if wire_dtype is not None and parameter.requires_grad and parameter.is_complex():
             raise ValueError(
-                f"{name} has complex gradients, which do not fit into {str(wire_dtype).removeprefix('torch.')} on the "
+                f"{name} has complex gradients, which do not fit into {dtype_name(wire_dtype)} on the "
                 "wire: leave wire_dtype out, with precision='32-true', or use strategy='ddp'"
             )
 
 
 def wire_bytes(module: nn.Module, wire_dtype: torch.dtype | None) -> int:
-    """What a step puts on the wire; None: gradients go in their own dtype."""
+    """Bytes that a step of the module puts on the wire; with `wire_dtype=None` gradients go in their own dtype."""
     return sum(p.numel() * (wire_dtype or p.dtype).itemsize for p in module.parameters() if p.requires_grad)
 
 
@@ -122,14 +106,10 @@ def _num_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def in_ready_order(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """Those that caps are made for: of the dtype with the most bytes, the last ones first."""
-    main = _dtype_with_most_bytes(parameters)
-    return [(name, parameter) for name, parameter in reversed(parameters) if parameter.dtype is main]
-
-
 def _ready_sizes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
-    return [_num_bytes(parameter) for _, parameter in in_ready_order(parameters)]
+    """Bytes of the gradients that caps are made for, in ready order: those of the dtype with the most bytes."""
+    main = _dtype_with_most_bytes(parameters)
+    return [_num_bytes(parameter) for _, parameter in reversed(parameters) if parameter.dtype is main]
 
 
 def _dtype_with_most_bytes(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:

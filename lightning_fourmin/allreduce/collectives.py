@@ -1,27 +1,34 @@
-"""The collectives that algorithms are made of, each started without waiting.
+"""The collectives that algorithms are made of; each is started without waiting.
 
-gloo's own reduce-scatter moves twice the bytes it needs and its FP16 sums round at every hop. So on CPU each collective
-is one exchange: every member gives each other member just what that one needs, and sums are made locally, in FP32:
-by messages between nodes, through shared memory inside a node. On CUDA the backend's own collectives run.
+gloo's own reduce-scatter moves twice the bytes it needs, and its FP16 sums round at every hop. So on CPU each
+collective is one exchange: every member gives each other member just what that one needs, and sums are made locally, in
+FP32. They cross between nodes as messages and inside a node through shared memory. On CUDA the backend's own
+collectives run.
+
+A collective is started by the thread of one stage and waited for by the thread of the next; the object that is waited
+for is a `Transfer`.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fourmin.allreduce.members import Members
+from lightning_fourmin.allreduce.process_groups import Members
 from lightning_fourmin.allreduce.shared_memory import SharedArena, Slot
 
 
 class Waitable(Protocol):
-    """What can be waited for: a message of the backend, or a bell."""
+    """What can be waited for: a message of the backend, or a signal through a pipe."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Blocks until it is there."""
+        ...
 
 
 class Transfer:
@@ -30,12 +37,13 @@ class Transfer:
     def __init__(
         self, awaited: Sequence[tuple[int | None, Waitable]], then: Callable[[], object] | None = None
     ) -> None:
-        """`awaited`: each with the rank at its other end, None where that is everyone."""
+        """`awaited` has each waitable with the rank at its other end, None where that is everyone."""
         self._awaited, self._then = awaited, then
         self.missing_rank: int | None = None
-        """The rank that `wait` is waiting for."""
+        """The rank that `wait` is waiting for right now."""
 
     def wait(self) -> None:
+        """Waits for all messages, then adds up."""
         for rank, waitable in self._awaited:
             self.missing_rank = rank
             waitable.wait()
@@ -45,7 +53,7 @@ class Transfer:
 
 
 class Payload(Protocol):
-    """What a collective works on, as it changes hands."""
+    """What a collective works on: a piece of a bucket, which passes from thread to thread but is in one at a time."""
 
     tag: int
     """Number of the piece, the same on all ranks: a message can only meet its own."""
@@ -54,35 +62,62 @@ class Payload(Protocol):
     live: Tensor
     """The stretch that this rank holds sums of, in the wire's dtype."""
     splits: list[list[Tensor]]
-    """The cuts that led to `live`, outermost first."""
+    """The parts that `live` was cut from at each reduce-scatter, outermost first."""
 
 
-class Collectives(Protocol):
+class Collectives(ABC):
     """One way to run the collectives; `scale` multiplies a sum before it is rounded to the wire's dtype."""
 
-    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer: ...
-    def broadcast(self, payload: Payload, members: Members) -> Transfer: ...
-    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer: ...
-    def all_gather(self, payload: Payload, members: Members) -> Transfer: ...
+    has_halves: ClassVar[bool]
+    """Whether an all-reduce between groups runs as reduce-scatter and all-gather, so that it has halves."""
+
+    @abstractmethod
+    def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        """Leaves the sum with the leader."""
+
+    @abstractmethod
+    def broadcast(self, payload: Payload, members: Members) -> Transfer:
+        """Gives everyone what the leader has."""
+
+    @abstractmethod
+    def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        """Leaves each member with the sum of its part, as `payload.live`."""
+
+    @abstractmethod
+    def all_gather(self, payload: Payload, members: Members) -> Transfer:
+        """Gives everyone the parts of all members: the inverse of `reduce_scatter`."""
+
+    def enter_leader(self, payload: Payload, members: Members) -> None:
+        """Brings a fresh payload to where `reduce` would have left it, without sending anything."""
+        return  # as messages and the backend do: the sum stays where the payload is
+
+    @abstractmethod
+    def enter_part(self, payload: Payload, members: Members) -> None:
+        """Brings a fresh payload to where `reduce_scatter` would have left it, without sending anything."""
 
 
 class Scratch:
-    """Memory reused from step to step: fresh memory costs a page fault every 4 KB."""
+    """Memory that is reused from step to step, because fresh memory costs a page fault every 4 KB.
+
+    Stages share it without a lock: taking and giving back are single operations of a deque.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], deque[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of that size with any content."""
         try:
             return self._free[numel, dtype].pop()
         except (KeyError, IndexError):
             return torch.empty(numel, dtype=dtype)
 
     def give_back(self, tensor: Tensor) -> None:
+        """Lets a tensor from `take` be taken again."""
         self._free.setdefault((tensor.numel(), tensor.dtype), deque()).append(tensor)
 
     def add_up(self, terms: Sequence[Tensor], scale: float, out: Tensor) -> None:
-        """`out` = scale * sum of terms in order, summed in at least FP32; `out` may be one of the terms."""
+        """Sets `out` to scale * the sum of the terms in their order, summed in at least FP32; `out` may be a term."""
         first, second, *rest = terms
         in_place = out.dtype.itemsize >= 4 and not any(term is out for term in rest)
         total = out if in_place else self.take(out.numel(), max(out.dtype, torch.float32, key=lambda d: d.itemsize))
@@ -99,23 +134,32 @@ class Scratch:
             self.give_back(total)
 
 
-class MessageCollectives:
+class MessageCollectives(Collectives):
     """Messages from member to member, for CPU tensors on gloo."""
 
+    has_halves = True
+
     def __init__(self, scratch: Scratch, whole_bytes: int = 0) -> None:
-        """Up to `whole_bytes` a reduce-scatter sends the whole to all: more bytes, but no all-gather after it."""
+        """Up to `whole_bytes` a reduce-scatter sends the whole to all: more bytes, but no all-gather after it.
+
+        The sum then has no single owner, so a payload cannot enter the second half by itself: a transport whose halves
+        run apart has `whole_bytes=0`.
+        """
         self._scratch, self._whole_bytes = scratch, whole_bytes
 
+    @override
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         if members.index != 0:
             return Transfer(_send([(payload.live, 0)], members, payload.tag))
         return self._receive_and_add_up(payload, members, scale, [])
 
+    @override
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
         if members.index != 0:
             return Transfer(_receive([(payload.live, 0)], members, payload.tag))
         return Transfer(_send([(payload.live, other) for other in members.others], members, payload.tag))
 
+    @override
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
         if payload.live.nbytes <= self._whole_bytes:
             payload.splits.append([])
@@ -126,6 +170,7 @@ class MessageCollectives:
         payload.live = parts[members.index]
         return self._receive_and_add_up(payload, members, scale, [(parts[other], other) for other in members.others])
 
+    @override
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         parts = payload.splits.pop()
         if not parts:
@@ -134,6 +179,14 @@ class MessageCollectives:
         awaited += _send([(payload.live, other) for other in members.others], members, payload.tag)
         payload.live = _joined(parts)
         return Transfer(awaited)
+
+    @override
+    def enter_part(self, payload: Payload, members: Members) -> None:
+        if self._whole_bytes:
+            raise ValueError("a transport that exchanges whole pieces has no owners: give it whole_bytes=0")
+        parts = list(payload.live.tensor_split(len(members.ranks)))
+        payload.splits.append(parts)
+        payload.live = parts[members.index]
 
     def _receive_and_add_up(
         self, payload: Payload, members: Members, scale: float, sends: list[tuple[Tensor, int]]
@@ -154,7 +207,7 @@ class MessageCollectives:
 
 
 class SharedCollectives(MessageCollectives):
-    """Through the shared memory of a node: bells say that an area is ready."""
+    """Through the shared memory of a node; pipes signal that an area is ready. Pieces without a slot go as messages."""
 
     def __init__(self, scratch: Scratch, arena: SharedArena) -> None:
         super().__init__(scratch)
@@ -166,9 +219,9 @@ class SharedCollectives(MessageCollectives):
             return super().reduce(payload, members, scale)
         payload.live = slot.sums
         if members.index != 0:
-            self._inward.ring(0, payload.tag)
+            self._inward.signal(0, payload.tag)
             return Transfer([])
-        awaited = self._inward.from_each(members.others, payload.tag)
+        awaited = self._inward.signals_from(members.others, payload.tag)
         return Transfer(awaited, lambda: self._scratch.add_up(slot.gradients, scale, out=slot.sums))
 
     @override
@@ -176,8 +229,8 @@ class SharedCollectives(MessageCollectives):
         if payload.slot is None:
             return super().broadcast(payload, members)
         if members.index != 0:
-            return Transfer(self._outward.from_each([0], payload.tag))
-        self._outward.ring_others(payload.tag)
+            return Transfer(self._outward.signals_from([0], payload.tag))
+        self._outward.signal_others(payload.tag)
         return Transfer([])
 
     @override
@@ -187,30 +240,47 @@ class SharedCollectives(MessageCollectives):
         size, me = len(members.ranks), members.index
         mine = payload.live = slot.sums.tensor_split(size)[me]
         terms = [gradients.tensor_split(size)[me] for gradients in slot.gradients]
-        self._inward.ring_others(payload.tag)
-        awaited = self._inward.from_each(members.others, payload.tag)
+        self._inward.signal_others(payload.tag)
+        awaited = self._inward.signals_from(members.others, payload.tag)
         return Transfer(awaited, lambda: self._scratch.add_up(terms, scale, out=mine))
 
     @override
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         if payload.slot is None:
             return super().all_gather(payload, members)
-        self._outward.ring_others(payload.tag)
-        return Transfer(self._outward.from_each(members.others, payload.tag))
+        self._outward.signal_others(payload.tag)
+        return Transfer(self._outward.signals_from(members.others, payload.tag))
+
+    @override
+    def enter_leader(self, payload: Payload, members: Members) -> None:
+        if payload.slot is not None:
+            payload.live = payload.slot.sums
+
+    @override
+    def enter_part(self, payload: Payload, members: Members) -> None:
+        if payload.slot is None:
+            super().enter_part(payload, members)
+        else:
+            payload.live = payload.slot.sums.tensor_split(len(members.ranks))[members.index]
 
 
-class BackendCollectives:
+class BackendCollectives(Collectives):
     """The backend's own collectives (NCCL); sums are made in the wire's dtype."""
 
+    has_halves = False
+
+    @override
     def reduce(self, payload: Payload, members: Members, scale: float) -> Transfer:
         live = payload.live
         work = dist.reduce(live, members.ranks[0], group=members.group, async_op=True)
         return Transfer([(None, work)], None if scale == 1.0 else lambda: live.mul_(scale))
 
+    @override
     def broadcast(self, payload: Payload, members: Members) -> Transfer:
         work = dist.broadcast(payload.live, members.ranks[0], group=members.group, async_op=True)
         return Transfer([(None, work)])
 
+    @override
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
         whole = payload.live
         parts = list(whole.chunk(len(members.ranks)))
@@ -219,10 +289,17 @@ class BackendCollectives:
         work = dist.reduce_scatter_single(mine, whole, group=members.group, async_op=True)
         return Transfer([(None, work)], None if scale == 1.0 else lambda: mine.mul_(scale))
 
+    @override
     def all_gather(self, payload: Payload, members: Members) -> Transfer:
         mine, payload.live = payload.live, _joined(payload.splits.pop())
         work = dist.all_gather_single(payload.live, mine, group=members.group, async_op=True)
         return Transfer([(None, work)])
+
+    @override
+    def enter_part(self, payload: Payload, members: Members) -> None:
+        parts = list(payload.live.chunk(len(members.ranks)))
+        payload.splits.append(parts)
+        payload.live = parts[members.index]
 
 
 def all_reduce(payload: Payload, members: Members) -> Transfer:

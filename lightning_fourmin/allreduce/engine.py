@@ -1,173 +1,138 @@
-"""The engine behind the DDP hook: moves buckets through the stages of their algorithms, one thread a stage.
+"""The engine behind DDP's communication hook: it carries out the plan, bucket by bucket.
 
-    hook: |reduce| -> |scatter| -> |gather| -> |broadcast| -> |finish| -> future
-           b3          b2           b1          b0
+`routes.py` sets it up, `pipeline.py` moves pieces through the stages, `measure.py` is told what happens when. Here is
+what a piece goes through: it is scaled and cast, passes its phases, and its mean is put where DDP finds it.
 
-A stage waits for what the stage before it started, does the local sums, starts its own collective and hands the piece
-on without waiting. The first stage has nothing to wait for and runs in the thread that calls the hook. Every rank
-passes every piece through every stage in the same order, so each process group sees one order, driven by one thread;
-the phases of different buckets, and of the pieces of a large one, overlap.
-
-On CUDA the host waits for nothing: the hook takes a piece through all stages, each on a stream of its own. NCCL wants
-the collectives of all groups in one order on all ranks, which several threads could not keep.
+Who owns what: the main thread submits buckets and places them in shared memory; a piece belongs to the stage that has
+it in hand; `_in_flight`, `_error` and the decision who completes a bucket are guarded by a lock, because any stage may
+fail while the main thread submits.
 """
 
 import threading
 import time
-from collections.abc import Mapping
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_fourmin.allreduce.algorithms import STAGES, Route, build_route
-from lightning_fourmin.allreduce.collectives import (
-    BackendCollectives,
-    Collectives,
-    MessageCollectives,
-    Scratch,
-    SharedCollectives,
-)
-from lightning_fourmin.allreduce.in_flight import BucketUnderWay, Piece
-from lightning_fourmin.allreduce.meter import Meter
-from lightning_fourmin.allreduce.predivide import scales
+from lightning_fourmin.allreduce.measure import HandOver, InFlight, Meter, Spans
+from lightning_fourmin.allreduce.pipeline import FINISH, BucketInFlight, Piece, StreamPipeline, ThreadPipeline
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
-from lightning_fourmin.allreduce.shared_memory import SharedArena
-from lightning_fourmin.allreduce.table import AllReduceTable
-from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.allreduce.trace import Trace, now_ns
-from lightning_fourmin.faults.stall_watch import StallWatch, Wait
-from lightning_fourmin.notes import add_note
+from lightning_fourmin.allreduce.routes import Routes
+from lightning_fourmin.faults.missing_ranks import MissingRanks, Wait
 
-WHOLE_BYTES = 32 * 1024
-"""A stretch of up to this size crosses between nodes in one exchange instead of two."""
 NUM_TAGS = 1 << 31
 """Gloo takes no larger tag."""
 JOIN_S = 5.0
-POLL_S = 0.01
+"""How long `close` waits for stages to end."""
 
 
 class Engine:
-    """All-reduces buckets of gradients to their mean over all ranks, in the order of submission."""
+    """All-reduces buckets of gradients to their mean over all ranks, in the order of submission.
+
+    The strategy makes one for each fit, when DDP has wrapped the module, and registers `all_reduce_hook` with it;
+    `fourmin tune` makes them to time a plan. All ranks make it together, in their main threads, and submit the same
+    buckets in the same order. An error of any stage is kept, and all futures are set: an unset future would block
+    backward for ever, and an exception set on a future would reach the user garbled. `raise_error` raises it as itself.
+    """
 
     def __init__(
         self,
-        topology: Topology,
-        table: AllReduceTable,
+        plan: CommPlan,
         groups: ProcessGroups,
         device: torch.device,
-        wire_dtype: torch.dtype | None = None,
-        predivide: float | None = None,
+        *,
         shared_bytes: int = 0,
-        stall_warning_s: float | None = None,
-        trace: Trace | None = None,
+        missing_ranks: MissingRanks | None = None,
+        spans: Spans | None = None,
     ) -> None:
-        """`shared_bytes`: what a step puts on the wire; shared memory of that size serves the ranks of a node."""
-        self.topology, self.table, self.wire_dtype = topology, table, wire_dtype
+        """`shared_bytes` is what a step puts on the wire; shared memory of that size serves the ranks of a node.
+
+        `missing_ranks` is told what the engine waits for until `close`, and says who has not arrived.
+        """
+        self.plan = plan
+        self.spans = spans or Spans(device)
         self.meter: Meter | None = None
-        """Set it to measure; it may be set at any time between steps."""
-        self._groups, self._device, self._predivide = groups, device, predivide
+        """What listens to measure a step; it decides whether buckets wait for the last one of their step."""
+        self._groups, self._device = groups, device
         # To say what went wrong when the default group is already gone.
         self._rank = dist.get_rank()
-        self._scratch = Scratch()
-        self._arena = self._open_arena(shared_bytes)
-        self._inside: Collectives = BackendCollectives()
-        self._between: Collectives = BackendCollectives()
-        if device.type == "cpu":
-            self._between = MessageCollectives(self._scratch, WHOLE_BYTES)
-            self._inside = MessageCollectives(self._scratch)
-            if self._arena is not None:
-                self._inside = SharedCollectives(self._scratch, self._arena)
-        self._routes: dict[torch.dtype, Mapping[str, Route]] = {}
-        # Makes the groups, in the main thread of every rank; routes for other dtypes find them made.
-        routes = self._routes_for(wire_dtype or torch.float32)
-        self._stages = [s for s in STAGES if any(s in route.phases for route in routes.values())]
-        on_cuda = device.type == "cuda"
-        self._streams = {stage: torch.cuda.Stream(device) for stage in (*self._stages, "finish") if on_cuda}
-        in_threads = [] if on_cuda else [*self._stages[1:], "finish"]
-        self._queues: list[SimpleQueue[Piece | None]] = [SimpleQueue() for _ in in_threads]
+        self._routes = Routes(plan, groups, device, shared_bytes)
+        self._arena = self._routes.arena
         self._lock = threading.Lock()
-        self._under_way: set[BucketUnderWay] = set()
+        self._in_flight: set[BucketInFlight] = set()
         self._error: BaseException | None = None
-        self._num_pieces = 0
+        self._num_pieces = self._num_buckets = self._num_backwards = 0
         self._held: list[Piece] = []
-        self._trace = trace
         self._busy: dict[str, tuple[float, Piece]] = {}
-        # On CUDA no thread of ours waits: NCCL's watchdog speaks there.
-        self._stall_watch = None
-        if stall_warning_s is not None and not on_cuda:
-            self._stall_watch = StallWatch(stall_warning_s, self._waits, groups.number)
-        self._threads = [
-            threading.Thread(target=self._run_stage, args=(stage, i), name=f"fourmin-{stage}", daemon=True)
-            for i, stage in enumerate(in_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        """By stage: since when it has which piece in hand."""
+        self._missing_ranks = missing_ranks
+        self._pipeline: ThreadPipeline | StreamPipeline
+        if device.type == "cuda":
+            self._pipeline = StreamPipeline(self._routes.stages, self._visit, device)
+        else:
+            self._pipeline = ThreadPipeline(self._routes.stages, self._visit, self.spans, self._close_arena)
+        if missing_ranks is not None:
+            missing_ranks.watch(self)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages in which this rank meets others."""
+        return self._routes.stages
+
+    def measure(self) -> Meter:
+        """Makes a meter listen from the next step on, and returns it."""
+        if self.meter is None:
+            self.meter = Meter(self.spans)
+            self.spans.listen(self.meter)
+        return self.meter
 
     def submit(self, gradients: Tensor, index: int, is_last: bool = True) -> Future[Tensor]:
         """Starts the all-reduce of a flat bucket, number `index` of its step; the future holds the mean over all ranks.
 
-        Where the meter wants computing undisturbed, it starts with the last bucket of the step.
-
-        The mean stands in `gradients` or in shared memory; there it holds until the step after the next one begins.
+        Where the meter wants computing undisturbed, everything starts with the last bucket of the step. The mean stands
+        in `gradients` or in shared memory; there it stays until the step after the next one begins.
         """
-        start_ns = now_ns()
-        wire_dtype = self.wire_dtype or gradients.dtype
-        num_bytes = gradients.numel() * wire_dtype.itemsize
-        route = self._routes_for(wire_dtype)[self.table.choose(num_bytes)]
-        num_pieces = self.table.num_pieces(route.algorithm, num_bytes)
-        bucket = BucketUnderWay(gradients, index, route, num_pieces)
-        if self.meter is not None:
-            bucket.times = self.meter.hand_over(index, num_bytes)
+        handed_over = self.spans.device_now()
+        sending = self.plan.send(gradients.numel(), gradients.dtype)
+        route = self._routes.of(sending.algorithm, sending.wire_dtype)
+        bucket = BucketInFlight(gradients, index, route, len(sending.numels), handed_over)
+        bucket.number, self._num_buckets = self._num_buckets, self._num_buckets + 1
+        self._num_backwards += index == 0
         with self._lock:
-            is_sent = self._error is None and num_bytes > 0 and self.topology.world_size > 1
+            is_sent = self._error is None and sending.num_bytes > 0 and self.plan.topology.world_size > 1
             if is_sent:
-                self._under_way.add(bucket)
+                self._in_flight.add(bucket)
         if not is_sent:
             bucket.complete()
             if is_last:
                 self._start_held(bucket)
             return bucket.future
         if self._arena is not None and "reduce" in route.phases:
-            bucket.slot = self._arena.place(gradients.numel(), wire_dtype, bucket.done.wait, new_step=index == 0)
+            bucket.slot = self._arena.place(
+                gradients.numel(), sending.wire_dtype, bucket.done.wait, new_step=index == 0
+            )
         start = 0
-        for stretch in gradients.tensor_split(num_pieces):
-            slot = None if bucket.slot is None else bucket.slot.narrow(start, stretch.numel())
-            self._held.append(Piece(bucket, stretch, slot, tag=self._num_pieces % NUM_TAGS))
-            start += stretch.numel()
+        for numel in sending.numels:
+            slot = None if bucket.slot is None else bucket.slot.narrow(start, numel)
+            tag = self._num_pieces % NUM_TAGS
+            self._held.append(Piece(bucket, gradients[start : start + numel], slot, tag, handed_over))
+            start += numel
             self._num_pieces += 1
         if is_last or self.meter is None or not self.meter.undisturbed:
             self._start_held(bucket)
-        if self._trace is not None:
-            details = {"algorithm": route.algorithm, "bytes": num_bytes, "pieces": num_pieces}
-            self._trace.add("main", f"bucket {index}", start_ns, details)
-        if self.meter is not None and bucket.times is not None:
-            bucket.times.handed_on = self.meter.stamp()
+        if self.spans:
+            details = {
+                "algorithm": sending.algorithm.name,
+                "bytes": sending.num_bytes,
+                "pieces": len(sending.numels),
+            }
+            numbers = {"number": bucket.number, "backward": self._num_backwards, "num_bytes": sending.num_bytes}
+            handed_on = self.spans.device_now()
+            self.spans.tell(HandOver("main", f"bucket {index}", handed_over, handed_on, details, **numbers))
         return bucket.future
-
-    def _start_held(self, newest: BucketUnderWay) -> None:
-        for piece in self._held:
-            piece.bucket.ready = newest.ready
-            with torch.no_grad():
-                if self._streams:
-                    self._launch(piece)
-                else:
-                    self._pass(piece, self._stages[0], first=True)
-                    self._queues[0].put(piece)
-        self._held = []
-
-    def _launch(self, piece: Piece) -> None:
-        """On CUDA: the stages that the piece has, each on its stream.
-
-        What ties streams together is that a stage waits for the phase before it, so a piece is prepared on the stream
-        of its own first stage.
-        """
-        stages = [*piece.bucket.route.stages, "finish"]
-        for stage in stages:
-            with torch.cuda.stream(self._streams[stage]):
-                self._pass(piece, stage, first=stage == stages[0])
 
     def raise_error(self) -> None:
         """Raises the first error of a phase, as itself."""
@@ -175,174 +140,144 @@ class Engine:
             raise self._error
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the first error and releases whoever waits: an unset future would block backward for ever."""
+        """Keeps the first error and releases whoever waits for a bucket; called in any thread."""
         with self._lock:
             if self._error is None:
                 self._error = error
-            waiting = list(self._under_way)
-            self._under_way.clear()
+            waiting = list(self._in_flight)
+            self._in_flight.clear()
         for bucket in waiting:
             bucket.complete()
 
     def close(self) -> None:
-        """Stops the threads; one that is still blocked in the backend after a bounded wait is left as a daemon."""
-        if self._stall_watch is not None:
-            self._stall_watch.close()
-        if self._queues:
-            self._queues[0].put(None)
-        deadline = time.monotonic() + (0.0 if self._error is not None else JOIN_S)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        # On CUDA a rank that stopped early may have left others in collectives that were launched.
-        finish = self._streams.get("finish")
-        while finish is not None and not finish.query() and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        still_running = any(thread.is_alive() for thread in self._threads) or not (finish is None or finish.query())
-        if self._error is not None or self._under_way or still_running:
+        """Stops the stages; one that is still blocked in the backend after a bounded wait is left as a daemon."""
+        if self._missing_ranks is not None:
+            self._missing_ranks.forget(self)
+        has_ended = self._pipeline.close(time.monotonic() + (0.0 if self._error is not None else JOIN_S))
+        if self._error is not None or self._in_flight or not has_ended:
             self._groups.clean = False
 
-    def _open_arena(self, shared_bytes: int) -> SharedArena | None:
-        """Shared memory for the ranks of this rank's group, if they are on one node and the table uses groups."""
-        if self._device.type != "cpu" or not shared_bytes or self.table.algorithms == ("ring",):
-            return None
-        members = self._groups.members("reduce", self.topology.groups)
-        if members is None or len({self.topology.node_of[rank] for rank in members.ranks}) > 1:
-            return None
-        # Twice what a step needs: DDP still copies results of a step out of its half while the next one begins.
-        return SharedArena.open(
-            members, 2 * shared_bytes + self.table.chunk_bytes, self._groups.timeout.total_seconds()
-        )
+    def waits(self) -> list[Wait]:
+        """What each stage is doing, which may be waiting; on CUDA no stage waits, and NCCL's watchdog speaks there."""
+        return [] if self._device.type == "cuda" else [self._wait_of(*busy) for busy in list(self._busy.values())]
 
-    def _routes_for(self, wire_dtype: torch.dtype) -> Mapping[str, Route]:
-        if wire_dtype not in self._routes:
-            routes = {}
-            for name in self.table.algorithms:
-                local_sums = name != "ring" and self._device.type == "cpu"
-                factors = scales(self.topology, wire_dtype, self._predivide, local_sums)
-                routes[name] = build_route(name, self.topology, self._groups, self._inside, self._between, factors)
-            self._routes[wire_dtype] = routes
-        return self._routes[wire_dtype]
-
-    def _run_stage(self, stage: str, position: int) -> None:
-        with torch.no_grad():
-            while (piece := self._queues[position].get()) is not None:
-                start_ns = now_ns()
-                if self._trace is not None:
-                    self._trace.add(f"piece {piece.tag}", "queue", piece.queued_ns)
-                self._pass(piece, stage, first=False)
-                if self._trace is not None:
-                    self._trace.add(stage, f"bucket {piece.bucket.index}", start_ns, {"piece": piece.tag})
-                if stage != "finish":
-                    self._queues[position + 1].put(piece)
-            if stage != "finish":
-                self._queues[position + 1].put(None)
-            elif self._arena is not None:
-                # The last of the threads: nobody uses it any more.
-                self._arena.close()
-
-    def _pass(self, piece: Piece, stage: str, first: bool) -> None:
-        """Takes a piece through one stage, its first one or a later one; an error ends the engine's work."""
-        piece.phase = stage
-        self._busy[stage] = (time.monotonic(), piece)
-        try:
-            if self._error is None:
-                self._advance(piece, stage, first)
-        except BaseException as error:
-            self._explain(error, *self._busy[stage])
-            self.fail(error)
-        self._busy.pop(stage)
-        piece.queued_ns = now_ns()
-
-    def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
-        wait = self._wait_of(since_s, piece)
-        add_note(error, f"in {wait.what}")
-        if self._stall_watch is not None and (who := self._stall_watch.explain(wait)) is not None:
-            add_note(error, who)
-
-    def _waits(self) -> list[Wait]:
-        return [self._wait_of(*busy) for busy in list(self._busy.values())]
-
-    def _wait_of(self, since_s: float, piece: Piece) -> Wait:
-        missing_rank = None if piece.pending is None else piece.pending.missing_rank
-        return Wait(since_s, piece.where(self.topology, self._rank), missing_rank)
-
-    def _advance(self, piece: Piece, stage: str, first: bool) -> None:
-        start_ns = now_ns()
-        if first:
+    def advance(self, piece: Piece, stage: str, is_first: bool) -> None:
+        """Takes a piece through one stage: waits for the phase before it and starts the stage's own."""
+        if is_first:
+            start = self.spans.now()
             self._prepare(piece)
-            if self._trace is not None:
-                self._trace.add("main", "copy", start_ns)
-        if stage == "finish":
+            self.spans.add("main", "copy", start)
+        if stage == FINISH:
             self._end_phase(piece, stage)
             self._finish(piece)
         elif stage in piece.bucket.route.phases:
             self._end_phase(piece, stage)
-            piece.pending_phase, piece.pending_ns = stage, now_ns()
+            piece.pending_stage, piece.pending_since = stage, self.spans.now()
             piece.pending = piece.bucket.route.phases[stage](piece)
+
+    def _start_held(self, newest: BucketInFlight) -> None:
+        """Starts the pieces that were held back; on CUDA they are ready when the newest bucket is."""
+        for piece in self._held:
+            piece.bucket.ready = newest.ready
+            with torch.no_grad():
+                self._pipeline.start(piece)
+        self._held = []
+
+    def _visit(self, piece: Piece, stage: str, is_first: bool) -> None:
+        """Advances a piece; an error ends the engine's work, and pieces then pass without being touched."""
+        piece.stage = stage
+        self._busy[stage] = (time.monotonic(), piece)
+        try:
+            if self._error is None:
+                self.advance(piece, stage, is_first)
+        except BaseException as error:
+            self._explain(error, *self._busy[stage])
+            self.fail(error)
+        self._busy.pop(stage)
+        piece.queued = self.spans.now()
 
     def _end_phase(self, piece: Piece, stage: str) -> None:
         """Waits for what the last phase of the piece has started."""
         if piece.pending is None:
             return
-        piece.phase = piece.pending_phase
+        piece.stage = piece.pending_stage
         piece.pending.wait()
-        if self._trace is not None:
-            self._trace.add(f"piece {piece.tag}", piece.phase, piece.pending_ns)
+        self.spans.add(f"piece {piece.tag}", piece.stage, piece.pending_since)
         self._busy[stage] = (time.monotonic(), piece)
-        piece.phase = stage
+        piece.stage = stage
 
     def _prepare(self, piece: Piece) -> None:
         """Scales the gradients and brings them into the wire's form."""
-        before, dtype = piece.bucket.route.before, self.wire_dtype or piece.gradients.dtype
+        route, dtype = piece.bucket.route, self.plan.wire_dtype or piece.gradients.dtype
         padding = 0
         if self._device.type == "cuda":
             assert piece.bucket.ready is not None
             torch.cuda.current_stream(self._device).wait_event(piece.bucket.ready)
-            if piece.bucket.route.algorithm == "torus":
-                padding = -piece.gradients.numel() % self.topology.largest_group
+            padding = -piece.gradients.numel() % route.algorithm.parts(self.plan.topology)
         if dtype is piece.gradients.dtype and not padding and piece.slot is None:
-            if before != 1.0:
-                piece.gradients.mul_(before)
+            if route.before != 1.0:
+                piece.gradients.mul_(route.before)
             return
         numel = piece.gradients.numel()
         if piece.slot is not None:
             assert self._arena is not None
             wire = piece.slot.gradients[self._arena.members.index]
         elif self._device.type == "cpu":
-            wire = self._scratch.take(numel, dtype)
+            wire = self._routes.scratch.take(numel, dtype)
         else:
             wire = torch.empty(numel + padding, dtype=dtype, device=self._device)
             wire[numel:].zero_()
-        if before == 1.0:
+        if route.before == 1.0:
             wire[:numel].copy_(piece.gradients)
         else:
-            torch.mul(piece.gradients, before, out=wire[:numel])
+            torch.mul(piece.gradients, route.before, out=wire[:numel])
         piece.live = piece.wire = wire
 
     def _finish(self, piece: Piece) -> None:
-        bucket, numel, start_ns = piece.bucket, piece.gradients.numel(), now_ns()
+        """Puts the mean where DDP finds it, and completes the bucket with its last piece."""
+        bucket, numel, start = piece.bucket, piece.gradients.numel(), self.spans.now()
         if piece.slot is not None:
             if not bucket.result_is_shared:
                 piece.gradients.copy_(piece.slot.sums)
         elif piece.wire is not piece.gradients:
             piece.gradients.copy_(piece.wire[:numel])
             if self._device.type == "cpu":
-                self._scratch.give_back(piece.wire)
+                self._routes.scratch.give_back(piece.wire)
             else:
                 piece.wire.record_stream(torch.cuda.current_stream(self._device))
         if bucket.route.after != 1.0:
             piece.gradients.mul_(bucket.route.after)
-        if self._trace is not None:
-            self._trace.add("finish", "copy", start_ns)
+        self.spans.add(FINISH, "copy", start)
         bucket.missing -= 1
         if bucket.missing == 0:
-            with self._lock:
-                waited_for = bucket in self._under_way
-                self._under_way.discard(bucket)
-            if self.meter is not None and bucket.times is not None:
-                bucket.times.done = self.meter.stamp()
-            if waited_for:
-                bucket.complete()
+            self._end(bucket)
+
+    def _end(self, bucket: BucketInFlight) -> None:
+        with self._lock:
+            is_waited_for = bucket in self._in_flight
+            self._in_flight.discard(bucket)
+        # Told before the future is set: backward may return and the meter be read at once.
+        if self.spans:
+            stamps = bucket.handed_over, self.spans.device_now()
+            self.spans.tell(InFlight("buckets", f"bucket {bucket.index}", *stamps, number=bucket.number))
+        if is_waited_for:
+            bucket.complete()
+
+    def _close_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+
+    def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
+        wait = self._wait_of(since_s, piece)
+        error.add_note(f"in {wait.what}")
+        if self._missing_ranks is None or self._device.type == "cuda":
+            return
+        if (who := self._missing_ranks.explain_wait(wait)) is not None:
+            error.add_note(who)
+
+    def _wait_of(self, since_s: float, piece: Piece) -> Wait:
+        missing_rank = None if piece.pending is None else piece.pending.missing_rank
+        return Wait(since_s, piece.where(self.plan.topology, self._rank), missing_rank)
 
 
 def all_reduce_hook(engine: Engine, bucket: dist.GradBucket) -> Future[Tensor]:

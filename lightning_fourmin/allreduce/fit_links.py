@@ -1,4 +1,4 @@
-"""Fits a and b of the links to measured times: which latency and bandwidth would explain a table."""
+"""Fits the latency and bandwidth of links to measured times: which links would explain a table."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
+from lightning_fourmin.allreduce.algorithms import algorithm_of
+from lightning_fourmin.allreduce.cost import Link, Links, default_links
 from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
 
@@ -40,7 +41,7 @@ def fit_links(table: AllReduceTable, topology: Topology) -> LinkFit:
     between nodes is not seen; on several the backend's link inside one is not, for its ring is as fast as its slowest
     link. Sums cost what is stated: their share cannot be told from that of the bytes.
     """
-    stated = DEFAULT_LINKS.get(table.backend, DEFAULT_LINKS["gloo"])
+    stated = default_links(table.backend)
     names: tuple[str, ...] = ("inside", "between") if topology.num_nodes > 1 else ("inside", "inside_backend")
     if topology.largest_group == 1:
         names = names[1:]  # nobody meets inside of a group
@@ -61,17 +62,9 @@ def fit_links(table: AllReduceTable, topology: Topology) -> LinkFit:
     return LinkFit(fitted, names, statistics.median(errors))
 
 
-def fit_transfer(table: AllReduceTable, largest_bytes: int) -> Link:
-    """What an all-reduce of n bytes takes as `latency_s + n * s_per_byte`, with the algorithm chosen for each size."""
-    rows = [row for row in table.rows if row.num_bytes <= largest_bytes] or list(table.rows[:1])
-    seconds = np.array([1e-3 * row.milliseconds[table.choose(row.num_bytes)] for row in rows])
-    columns = np.array([[1.0, row.num_bytes] for row in rows])
-    return Link(*_non_negative_least_squares(columns, seconds, 1 / seconds))
-
-
 def _model_s(point: tuple[Row, str, float], topology: Topology, links: Links) -> float:
     row, algorithm, _ = point
-    return all_reduce_s(algorithm, row.num_bytes, topology, links)
+    return algorithm_of(algorithm).seconds(row.num_bytes, topology, links)
 
 
 def _non_negative_least_squares(

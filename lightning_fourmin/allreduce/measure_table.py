@@ -1,4 +1,6 @@
-"""Measures the table: algorithms, group sizes and chunk sizes at rising sizes, alternated, within a budget of time.
+"""Measures the table, and chooses the table of a run: what `table="auto"` and `fourmin tune` do.
+
+Algorithms, group sizes and chunk sizes are timed at rising sizes, alternated, within a budget of time:
 
     budget  [ groups | chunks | rising sizes once, as far as they fit | rounds over all sizes, forth and back ... ]
 
@@ -6,31 +8,45 @@ Rank 0's clock decides for all ranks, and all ranks get rank 0's table.
 """
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fourmin.allreduce.algorithms import usable_algorithms
-from lightning_fourmin.allreduce.broadcast_object import agreed
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS, usable_algorithms
 from lightning_fourmin.allreduce.engine import Engine
 from lightning_fourmin.allreduce.fit_links import fit_links
-from lightning_fourmin.allreduce.process_groups import ProcessGroups
-from lightning_fourmin.allreduce.table import AllReduceTable, Row, sizes_up_to
+from lightning_fourmin.allreduce.plan import CommPlan
+from lightning_fourmin.allreduce.process_groups import ProcessGroups, broadcast_object, from_rank_0
+from lightning_fourmin.allreduce.table import (
+    AllReduceTable,
+    Row,
+    cached_table_path,
+    read_table,
+    sizes_up_to,
+    write_table,
+)
 from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.text import dtype_name
 
+AUTO_BUDGET_S = 5.0
+"""What `table="auto"` may take."""
 SEARCH_BUDGET_S = 15.0
 """Below this budget groups are the nodes and chunks have their default size."""
 SEARCH_SHARE = 0.2
-"""Of the budget, for groups and again for chunks."""
+"""Share of the budget for groups, and again for chunks."""
 SEARCH_BYTES = (64 * 1024, 4 * 1024 * 1024)
+"""Sizes at which groups and chunks are compared."""
 ROUND_MS, MAX_REPEATS = 50.0, 8
 """A round measures small sizes several times: they take little of the budget, and vary most."""
 CLEARLY = 0.8
@@ -39,8 +55,9 @@ all-reduce alone, they took more of a step, where cores are busy."""
 
 K = TypeVar("K", bound=Hashable)
 Way = Callable[[torch.Tensor], object]
+"""Does to a tensor what is timed."""
 Progress = Callable[[float], object]
-"""Told the share of the budget that is spent."""
+"""Is called with the share of the budget that is spent."""
 
 
 def timed_ms(way: Way, data: torch.Tensor) -> float:
@@ -56,11 +73,11 @@ def timed_ms(way: Way, data: torch.Tensor) -> float:
 
 
 def through(engine: Engine) -> Way:
-    """An all-reduce through an engine, as `timed_ms` wants it."""
+    """An all-reduce through an engine, in the form that `timed_ms` times."""
 
     def way(data: torch.Tensor) -> None:
         engine.submit(data, 0).wait()
-        # One that failed is over at once, and would be the fastest.
+        # An all-reduce that failed is over at once, and would be taken for the fastest.
         engine.raise_error()
 
     return way
@@ -78,14 +95,14 @@ def measure_table(
 ) -> AllReduceTable:
     """A table of medians, the same on all ranks; sizes that the budget does not reach are left out.
 
-    Gradients are FP32, sizes are those on the wire. `search`: looks for better groups than the nodes and for the best
-    chunks, if the budget allows.
+    Gradients are FP32, sizes are those on the wire. With `search` it also looks for better groups than the nodes and
+    for the best chunks, if the budget allows. A collective call.
     """
-    return _Tuner(topology, groups, device, largest_bytes, budget_s, wire_dtype, progress).measure(search)
+    return _Measurement(topology, groups, device, largest_bytes, budget_s, wire_dtype, progress).measure(search)
 
 
-class _Tuner:
-    """Measures on one topology; every method is a collective call."""
+class _Measurement:
+    """The measurement of one table; every method is a collective call, and rank 0's clock decides when to stop."""
 
     def __init__(
         self,
@@ -112,7 +129,7 @@ class _Tuner:
         table = self._measure_sizes(topology, chunk_bytes, share)
         if topology is not self._topology:
             table = replace(table, group_size=topology.largest_group)
-        return agreed(replace(table, fit=str(fit_links(table, topology)), made=_made()))
+        return broadcast_object(replace(table, fit=str(fit_links(table, topology)), made=_made()))
 
     def _best_groups(self, until: float) -> Topology:
         topologies = {len(t.groups): t for t in (self._topology, *_other_groups(self._topology))}
@@ -120,7 +137,7 @@ class _Tuner:
             (number, name): (topology, name, _default_table(topology).chunk_bytes)
             for number, topology in topologies.items()
             for name in usable_algorithms(topology)
-            if name != "ring"
+            if ALGORITHMS[name].meets_in_groups
         }
         times = self._rounds(ways, self._search_sizes(), until)
         scores: dict[int, float] = {}
@@ -128,7 +145,7 @@ class _Tuner:
             # The best algorithm at each size, and sizes count alike whatever they take.
             best = [min(ms for (n, _), ms in at_size.items() if n == number) for at_size in times]
             scores[number] = statistics.fmean(map(math.log, best))
-        return topologies[agreed(_clearly_best(scores, default=len(self._topology.groups)))]
+        return topologies[broadcast_object(_clearly_best(scores, default=len(self._topology.groups)))]
 
     def _best_chunks(self, topology: Topology, until: float) -> int:
         default = _default_table(topology).chunk_bytes
@@ -138,7 +155,7 @@ class _Tuner:
             return default
         name = usable_algorithms(topology)[-1]
         (times,) = self._rounds({chunk: (topology, name, chunk) for chunk in chunks}, sizes[-1:], until)
-        return agreed(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default))
+        return broadcast_object(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default))
 
     def _search_sizes(self) -> list[int]:
         return sorted({min(size, self._sizes[-1]) for size in SEARCH_BYTES})
@@ -189,19 +206,13 @@ class _Tuner:
         rows = [Row(size, _medians(by_name), _quartiles(by_name)) for size, by_name in times.items()]
         source = f"measured, n={turn}" + (f" to {turn * max(repeats.values())}" if max(repeats.values()) > 1 else "")
         if self._wire_dtype is not torch.float32:
-            source += f", {str(self._wire_dtype).removeprefix('torch.')} wire"
+            source += f", {dtype_name(self._wire_dtype)} wire"
         return AllReduceTable(topology.key, dist.get_backend(), source, tuple(rows), chunk_bytes=chunk_bytes)
 
     def _engine(self, topology: Topology, name: str, chunk_bytes: int, shared_bytes: int) -> Engine:
-        table = _default_table(topology).only(name)
-        return Engine(
-            topology,
-            replace(table, chunk_bytes=chunk_bytes),
-            self._groups,
-            self._device,
-            self._wire_dtype,
-            shared_bytes=shared_bytes,
-        )
+        table = replace(_default_table(topology).only(name), chunk_bytes=chunk_bytes)
+        plan = CommPlan(topology, table, self._wire_dtype)
+        return Engine(plan, self._groups, self._device, shared_bytes=shared_bytes)
 
     def _one_round(self, engines: Mapping[K, Engine], size: int, turn: int) -> dict[K, float]:
         data = torch.ones(size // self._wire_dtype.itemsize, device=self._device)
@@ -211,7 +222,7 @@ class _Tuner:
     def _over(self, share: float) -> bool:
         spent = (time.monotonic() - self._start_s) / self._budget_s
         self._progress(min(spent, 1.0))
-        return agreed(spent) >= share
+        return broadcast_object(spent) >= share
 
 
 def _other_groups(topology: Topology) -> list[Topology]:
@@ -248,4 +259,44 @@ def _quartiles(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, f
 
 def _made() -> str:
     versions = ", ".join(f"{package} {version(package)}" for package in ("lightning-fourmin", "torch"))
-    return f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {versions}"
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {versions}"
+
+
+def choose_table(
+    asked: str | Path | None,
+    topology: Topology,
+    groups: ProcessGroups,
+    device: torch.device,
+    largest_bytes: int,
+    wire_dtype: torch.dtype | None = None,
+    any_groups: bool = False,
+) -> AllReduceTable:
+    """The table of a run: the file that was asked for, the cached one, one measured now, or the cost model's.
+
+    Rank 0 reads or computes it, and all ranks get that one, or its error; a collective call. With `any_groups` a table
+    may bring groups that its tuner found better than those of the topology.
+    """
+    table = from_rank_0(lambda: _find(asked, topology, any_groups))
+    if table is None:
+        rank_zero_info(f"fourmin: measuring the all-reduce for {AUTO_BUDGET_S:g} s (table='auto', kept for later runs)")
+        table = measure_table(topology, groups, device, largest_bytes, AUTO_BUDGET_S, wire_dtype)
+        if dist.get_rank() == 0:
+            path = cached_table_path(topology, table.backend)
+            try:
+                write_table(table, path)
+            except OSError as error:
+                rank_zero_warn(f"the table is not kept for later runs: {path}: {error.strerror}")
+    return table
+
+
+def _path(asked: str | Path | None, topology: Topology) -> Path:
+    """Where the table of a run is, if it is in a file."""
+    return Path(asked) if asked not in (None, "auto") else cached_table_path(topology, dist.get_backend())
+
+
+def _find(asked: str | Path | None, topology: Topology, any_groups: bool) -> AllReduceTable | None:
+    """The table that the user asked for; None if it has to be measured."""
+    backend, path = dist.get_backend(), _path(asked, topology)
+    if asked not in (None, "auto") or os.path.exists(path):  # False, too, where it may not be looked for
+        return read_table(path, topology, backend, any_groups)
+    return None if asked == "auto" else AllReduceTable.from_cost_model(topology, backend)

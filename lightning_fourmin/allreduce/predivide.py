@@ -1,6 +1,8 @@
-"""Where the division by the world size happens, so that 16-bit sums neither overflow nor underflow.
+"""Where gradients are divided by the world size, so that 16-bit sums neither overflow nor underflow.
 
-gradient * before -> [sum * reduce] -> [sum * scatter] -> * after -> mean gradient
+    gradient * before -> [sum * reduce] -> [sum * scatter] -> * after -> mean gradient
+
+Nothing else divides a gradient: DDP hands its buckets over undivided when a communication hook runs.
 """
 
 import math
@@ -13,22 +15,24 @@ from lightning_fourmin.allreduce.topology import Topology
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of one all-reduce; with a value from every rank they multiply to 1 / world size."""
+    """The factors of one all-reduce; with a gradient from every rank they multiply to 1 / world size."""
 
     before: float
+    """Multiplies the gradients before anything is sent."""
     reduce: float
-    """On the sum inside a group, before it is rounded to the wire's dtype."""
+    """Multiplies the sum inside a group, before it is rounded to the wire's dtype."""
     scatter: float
-    """On the sum between groups, before it is rounded."""
+    """Multiplies the sum between groups, before it is rounded to the wire's dtype."""
     after: float
+    """Multiplies the result, in the gradients' own dtype."""
 
 
 def scales(topology: Topology, wire_dtype: torch.dtype, predivide: float | None, local_sums: bool) -> Scales:
-    """Factors for a wire dtype; `local_sums`: our own FP32 sums rather than the backend's in the wire's dtype.
+    """The factors for a wire dtype; `local_sums` means our own FP32 sums rather than the backend's in the wire's dtype.
 
-    FP32 divides by the world size first, as DDP does. In 16 bit our own sums travel as averages: what each rank
-    holds never leaves the range of the gradients. The backend's sums get a power of two near sqrt(world) before and
-    the rest after, which leaves as much room above as below.
+    In FP32 the division by the world size comes first, as in DDP. In 16 bit our own sums travel as averages, so that
+    what a rank holds never leaves the range of the gradients. The backend's sums get a power of two near sqrt(world)
+    before and the rest after, which leaves as much room above as below.
     """
     world = topology.world_size
     if predivide is not None:

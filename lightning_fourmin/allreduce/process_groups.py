@@ -1,48 +1,100 @@
-"""Process groups of the engine, made once a process and reused by every later fit."""
+"""The process groups of the engine, and what ranks tell each other over the default group before they go on together.
 
+Who drives which group: the default group belongs to the main thread (Lightning's broadcast before a batch, `sync_dist`,
+DDP's buffers); every group made here belongs to one stage of the engine, hence to one thread. Inside a group
+collectives match by the order in which they are issued, so a group that two threads drive would pair the wrong ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from lightning_fourmin.allreduce.broadcast_object import gathered
-from lightning_fourmin.allreduce.members import Members
-
+V = TypeVar("V")
 Key = tuple[str, tuple[int, ...]]
 
 
-class ProcessGroups:
-    """Groups by (purpose, ranks) on top of one default group.
+def gather_objects(value: V, group: dist.ProcessGroup | None = None) -> list[V]:
+    """The value of every rank, in the order of ranks; a collective call."""
+    found = [value] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
-    Groups are of the engine alone: the default group belongs to the main thread. Each purpose has groups of its own,
-    because a group may be driven by one thread only.
+
+def broadcast_object(value: V) -> V:
+    """Rank 0's value, on all ranks; a collective call."""
+    found = [value]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def from_rank_0(work: Callable[[], V]) -> V:
+    """The result of rank 0's `work` on all ranks, or its error on all ranks; a collective call."""
+    found: V | ValueError | OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = work()
+        except (ValueError, OSError) as error:
+            found = error
+    found = broadcast_object(found)
+    if isinstance(found, ValueError | OSError):
+        raise found
+    return cast(V, found)
+
+
+@dataclass(frozen=True)
+class Members:
+    """A process group as one of its members sees it: the ranks in it and this rank's place; place 0 is the leader."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def others(self) -> list[int]:
+        """Places of the other members, the next one first, so that not all send to the same member at once."""
+        return [(self.index + i) % len(self.ranks) for i in range(1, len(self.ranks))]
+
+
+class ProcessGroups:
+    """Groups by (purpose, ranks) on top of one default group, made once a process and reused by every later fit.
+
+    Each Trainer brings a new strategy, and making groups takes a meeting of all ranks, so the process keeps them. They
+    are made in the main thread of every rank. After an engine has stopped with messages in flight (`clean` is False)
+    all ranks make new ones together: a late message could otherwise reach the next user of the group.
     """
 
     _cached: "ProcessGroups | None" = None
 
     def __init__(self, timeout: timedelta, number: int = 0) -> None:
-        """`number`: how many others there were on this default group, the same on all ranks."""
+        """`number` counts the objects before this one on the same default group, and is the same on all ranks."""
         self._world = dist.group.WORLD
         self.timeout, self.number = timeout, number
         self._groups: dict[Key, dist.ProcessGroup] = {}
         self.clean = True
-        """False once an engine stopped with messages under way: they could reach the next user of the groups."""
+        """False once an engine has stopped with messages in flight."""
 
     @classmethod
     def shared(cls, timeout: timedelta | None) -> "ProcessGroups":
-        """The groups of this process; all ranks start afresh together if any of them must."""
+        """The groups of this process; if any rank must begin with new ones, all do. A collective call."""
         cached, timeout = cls._cached, timeout or default_pg_timeout
         reusable = (
             cached is not None and cached._world is dist.group.WORLD and cached.timeout == timeout and cached.clean
         )
-        all_reusable = all(gathered(reusable))
+        all_reusable = all(gather_objects(reusable))
         if cached is None or not all_reusable:
             same_world = cached is not None and cached._world is dist.group.WORLD
             cached = cls._cached = cls(timeout, cached.number + 1 if cached is not None and same_world else 0)
         return cached
 
     def members(self, purpose: str, all_ranks: tuple[tuple[int, ...], ...]) -> Members | None:
-        """This rank's group among disjoint `all_ranks`; entered by all ranks in the same order, as torch demands."""
+        """This rank's group among disjoint `all_ranks`, None if it is in none or alone.
+
+        All ranks call this in the same order, also for groups that they are not in, as torch demands.
+        """
         mine = None
         for ranks in all_ranks:
             if len(ranks) == 1:

@@ -1,27 +1,120 @@
 """Memory that the ranks of a group on one node share: gradients cross a node without passing through sockets.
 
-    leader     [ gradients | sums ]      each member writes gradients into its own area and sums into the leader's,
-    member 1   [ gradients ]             and reads those of all; bells say that something is ready
+    leader     [ gradients | sums ]      each member writes gradients into its own area and sums into the leader's, and
+    member 1   [ gradients ]             reads those of all; a pipe from each to each signals that something is ready
 
 The memory is anonymous: it has no name that could be left behind, and goes with the last process that maps it.
 """
 
 import os
+import select
+import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_fourmin.allreduce.broadcast_object import gathered
-from lightning_fourmin.allreduce.members import Members
-from lightning_fourmin.allreduce.ready_pipes import Bells
+from lightning_fourmin.allreduce.process_groups import Members, gather_objects
+from lightning_fourmin.errors import LostRankError
 from lightning_fourmin.files import file_in_memory
 
 ALIGNMENT = 64
 TOKEN_BYTES = 16
+LONGEST_POLL_MS = 2**31 - 1
+_NUMBER = struct.Struct("=q")
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What a member sends when it is ready with a piece."""
+
+    pipes: "ReadyPipes"
+    place: int
+    number: int
+
+    def wait(self) -> None:
+        """Blocks until the member has sent it."""
+        self.pipes.wait_for(self.place, self.number)
+
+
+class ReadyPipes:
+    """A pipe from every member to every other that carries the numbers of pieces, in order: "my area is ready".
+
+    A pipe costs a fraction of a message by socket, and closes by itself when its writer dies, so a reader that waits
+    learns of that at once. The thread of one stage writes to a pipe and the thread of the next reads: none has a lock.
+    """
+
+    def __init__(self, members: Members, timeout_s: float) -> None:
+        self._members, self._timeout_s = members, timeout_s
+        self._read: dict[int, int] = {}
+        self._write: dict[int, int] = {}
+        self._lent: dict[int, int] = {}
+        """Write ends of the pipes to this rank, until their writers have opened them by path."""
+
+    def make(self) -> None:
+        """Makes the pipes to this rank; `paths` tells each other member where to open its end."""
+        for place in self._members.others:
+            self._read[place], self._lent[place] = os.pipe()
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """Where to open the write ends, by the place of the member that is to write."""
+        return {place: f"/proc/{os.getpid()}/fd/{end}" for place, end in self._lent.items()}
+
+    def open(self, everyones_paths: Sequence[dict[int, str]]) -> None:
+        """Opens this rank's end of every other member's pipe; OSError where their processes cannot be seen."""
+        for place in self._members.others:
+            self._write[place] = os.open(everyones_paths[place][self._members.index], os.O_WRONLY | os.O_CLOEXEC)
+
+    def keep_own_ends(self) -> None:
+        """Closes the lent ends once all have opened theirs: only then does the death of a writer close its pipe."""
+        while self._lent:
+            os.close(self._lent.popitem()[1])
+
+    def signal(self, place: int, number: int) -> None:
+        """Tells the member at `place` that this rank is ready with a piece."""
+        try:
+            os.write(self._write[place], _NUMBER.pack(number))
+        except BrokenPipeError:
+            raise self._gone(place) from None
+
+    def signal_others(self, number: int) -> None:
+        """Tells all other members."""
+        for place in self._members.others:
+            self.signal(place, number)
+
+    def signals_from(self, places: Sequence[int], number: int) -> list[tuple[int, Signal]]:
+        """The signals to wait for, each with its rank."""
+        return [(self._members.ranks[place], Signal(self, place, number)) for place in places]
+
+    def wait_for(self, place: int, number: int) -> None:
+        """Waits until the member at `place` is ready with this piece."""
+        pipe = self._read[place]
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        if not poll.poll(min(1e3 * self._timeout_s, LONGEST_POLL_MS)):
+            raise LostRankError(f"rank {self._members.ranks[place]} was not ready within {self._timeout_s:g} s")
+        received = os.read(pipe, _NUMBER.size)
+        if not received:
+            raise self._gone(place)
+        if _NUMBER.unpack(received) != (number,):
+            raise RuntimeError(
+                f"rank {self._members.ranks[place]} is at piece {_NUMBER.unpack(received)[0]} of its gradients, this "
+                f"rank at piece {number}: the ranks do not train the same module"
+            )
+
+    def close(self) -> None:
+        """Closes all ends that this rank has."""
+        self.keep_own_ends()
+        for pipes in (self._read, self._write):
+            while pipes:
+                os.close(pipes.popitem()[1])
+
+    def _gone(self, place: int) -> LostRankError:
+        return LostRankError(f"rank {self._members.ranks[place]} is gone: its process ended, or stopped training")
 
 
 @dataclass(frozen=True)
@@ -32,16 +125,21 @@ class Slot:
     sums: Tensor
 
     def narrow(self, start: int, numel: int) -> "Slot":
+        """A part of the stretch."""
         return Slot([area[start : start + numel] for area in self.gradients], self.sums[start : start + numel])
 
 
 class SharedArena:
-    """The areas of a group, handed out in one order on every member: steps take turns at the two halves.
+    """The areas of a group's members, from which every member hands out the same stretches in the same order.
 
-    So a step finds memory that an earlier one has touched, whatever its size: the first touch of a page is slow.
+    It saves the copies and the sockets that messages between processes of one node cost. Steps take turns at the two
+    halves of an area: DDP still copies results of a step out of its half while the next step begins, and a step finds
+    memory that an earlier one has touched, which matters because the first touch of a page is slow.
+
+    The main thread places buckets; the stages read and write the stretches that they are given; the last stage closes.
     """
 
-    def __init__(self, areas: list[Tensor], members: Members, inward: Bells, outward: Bells) -> None:
+    def __init__(self, areas: list[Tensor], members: Members, inward: ReadyPipes, outward: ReadyPipes) -> None:
         self.members, self.inward, self.outward = members, inward, outward
         self._num_bytes = areas[0].numel() // 2
         self._gradients = [area[: self._num_bytes] for area in areas]
@@ -53,7 +151,7 @@ class SharedArena:
     def open(cls, members: Members, num_bytes: int, timeout_s: float) -> "SharedArena | None":
         """Maps the areas of all members, or None on all of them if one cannot (no common process namespace, say)."""
         num_bytes = _aligned(num_bytes)
-        inward, outward = Bells(members, timeout_s), Bells(members, timeout_s)
+        inward, outward = ReadyPipes(members, timeout_s), ReadyPipes(members, timeout_s)
         descriptor = file_in_memory("fourmin")
         path, token = "", os.urandom(TOKEN_BYTES)
         areas: list[Tensor] = []
@@ -65,27 +163,27 @@ class SharedArena:
                     os.ftruncate(descriptor, 2 * num_bytes)  # takes memory only where it is written
                     os.pwrite(descriptor, token, 0)
                     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            offers = gathered((path, token, inward.paths, outward.paths), members.group)
+            offers = gather_objects((path, token, inward.paths, outward.paths), members.group)
             try:
                 areas = _mapped([offer[:2] for offer in offers], 2 * num_bytes)
                 inward.open([offer[2] for offer in offers])
                 outward.open([offer[3] for offer in offers])
             except (OSError, RuntimeError):
                 areas = []
-            mapped = gathered(bool(areas), members.group)
+            mapped = gather_objects(bool(areas), members.group)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         arena = cls(areas, members, inward, outward) if all(mapped) else None
-        for bells in (inward, outward):
+        for pipes in (inward, outward):
             if arena is None:
-                bells.close()
+                pipes.close()
             else:
-                bells.keep_own_ends()
+                pipes.keep_own_ends()
         return arena
 
     def close(self) -> None:
-        """Closes the bells; the memory goes with the last tensor of others that lies in it."""
+        """Closes the pipes; the memory goes with the last tensor of others that lies in it."""
         self.inward.close()
         self.outward.close()
         # Whoever holds the arena may be garbage that waits to be collected for long.

@@ -1,16 +1,29 @@
-"""The table that decides: message size -> algorithm, with the milliseconds behind each choice."""
+"""The table that decides: message size -> algorithm, with the milliseconds behind each choice; and its CSV file.
 
+    bytes      ring   hierarchical   torus   choice
+    1,024       4.0            1.0     2.0   hierarchical
+    1,048,576   9.0           12.0     8.0   torus
+    8,388,608  40.0           90.0    50.0   ring
+
+A table is computed from the cost model or measured by `fourmin tune`. A measured one is a CSV below a head of comments,
+which says for which topology and backend it is, and what else was found best there.
+"""
+
+import csv
+import io
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 
-from lightning_fourmin.allreduce.algorithms import IN_PIECES, usable_algorithms
-from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
-from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Links, all_reduce_s, phase_costs
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS, Hierarchical, Ring, algorithm_of, usable_algorithms
+from lightning_fourmin.allreduce.buckets import MIB
+from lightning_fourmin.allreduce.cost import Links, default_links
 from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.files import cache_folder, write_whole
 from lightning_fourmin.text import readable_size
 
 
@@ -28,9 +41,21 @@ CHUNK_BYTES = 1024 * 1024
 """The smallest pieces that the cost model cuts buckets into; the largest are of the last of SIZES."""
 MOST_FUSED_MB = 32.0
 """By default: with larger buckets backward would have nearly nothing left to hide them behind."""
+HEAD_FIELDS = (
+    "topology_key",
+    "backend",
+    "source",
+    "group_size",
+    "chunk_bytes",
+    "fusion_mb",
+    "algorithm",
+    "made",
+    "fit",
+)
+"""Fields of a table that stand in the head of its file."""
 SWITCH_GAIN = 0.25
-"""What another algorithm must save, as shares of the time at each size added up, before a measured table takes it.
-Small gains of an all-reduce alone were not seen again in training."""
+"""What another algorithm must save, as shares of the time at each size added up, before a measured table takes it:
+small gains of an all-reduce alone were not seen again in training."""
 LATENCY_SHARE = 0.5
 """What latency may add to the time that the bytes of a piece take between groups."""
 
@@ -45,11 +70,13 @@ class Row:
     """Lower and upper quartile of what was measured; empty where nothing was."""
 
     def only(self, algorithm: str) -> "Row":
+        """The row with one algorithm."""
         spread = {name: spread for name, spread in self.spread_ms.items() if name == algorithm}
         return Row(self.num_bytes, {algorithm: self.milliseconds[algorithm]}, spread)
 
     @property
     def best(self) -> str:
+        """The algorithm with the fewest milliseconds; of equal ones the first."""
         return min(self.milliseconds, key=lambda algorithm: self.milliseconds[algorithm])
 
 
@@ -68,15 +95,21 @@ class AllReduceTable:
     """Found best by the tuner: ranks a group, where they are not the ranks of a node."""
     chunk_bytes: int = CHUNK_BYTES
     """A bucket with more bytes on the wire goes in pieces (see `num_pieces`)."""
+    fusion_mb: float | None = None
+    """Found best by steps of a net (`fourmin tune model=...`): the fusion threshold."""
+    algorithm: str | None = None
+    """Found best by steps of a net: one algorithm for all sizes."""
     made: str = ""
     """Date and versions of what measured it."""
     fit: str = ""
     """The links that fit the times, and how well, for people."""
 
     def choose(self, num_bytes: int) -> str:
-        """That of the rows around; where they differ the one with the fewest expected milliseconds."""
+        """The algorithm of the rows around this size; where they differ, the one with the fewest expected ms."""
         if self.switch_bytes is not None:
-            return "hierarchical" if num_bytes <= self.switch_bytes else "ring"
+            return Hierarchical.name if num_bytes <= self.switch_bytes else Ring.name
+        if self.algorithm is not None:
+            return self.algorithm
         above = min(bisect_left(self.rows, num_bytes, key=lambda row: row.num_bytes), len(self.rows) - 1)
         choices = {self._choices[above]}
         if above and num_bytes < self.rows[above].num_bytes:
@@ -88,14 +121,14 @@ class AllReduceTable:
 
     @cached_property
     def _choices(self) -> tuple[str, ...]:
-        """Of each row: the best, where times were computed; where they were measured, as far as that is no chance."""
+        """The choice at each row: the fastest; in measured tables another one only where that is no chance."""
         if any(row.spread_ms for row in self.rows):
             return _steady_choices([row.milliseconds for row in self.rows])
         return tuple(row.best for row in self.rows)
 
     def num_pieces(self, algorithm: str, num_bytes: int) -> int:
         """Into how many pieces of nearly the same size a bucket is cut."""
-        return max(1, -(-num_bytes // self.chunk_bytes)) if algorithm in IN_PIECES else 1
+        return max(1, -(-num_bytes // self.chunk_bytes)) if algorithm_of(algorithm).in_pieces else 1
 
     def expected_ms(self, num_bytes: int) -> dict[str, float]:
         """Milliseconds of each algorithm: linear between rows, in proportion above the last."""
@@ -113,7 +146,9 @@ class AllReduceTable:
     def algorithms(self) -> tuple[str, ...]:
         """Algorithms that this table can choose: those that are chosen at some row."""
         if self.switch_bytes is not None:
-            return ("ring", "hierarchical")
+            return (Ring.name, Hierarchical.name)
+        if self.algorithm is not None:
+            return (self.algorithm,)
         return tuple(name for name in self.rows[0].milliseconds if name in self._choices)
 
     def with_switch(self, switch_bytes: int) -> "AllReduceTable":
@@ -124,31 +159,31 @@ class AllReduceTable:
         """The same table with one algorithm to choose."""
         if algorithm not in self.rows[0].milliseconds:
             known = ", ".join(self.rows[0].milliseconds)
-            hint = "measure one that has it"
-            if algorithm == "torus":
-                hint = "the torus needs groups of equal size; choose a group_size that divides every node"
+            hint = algorithm_of(algorithm).needs or "measure one that has it"
             raise ValueError(
                 f"algorithm={algorithm!r} is not in the table of {self.topology_key} ({known}): {hint}, or use "
                 "algorithm='hybrid'"
             )
-        return replace(self, rows=tuple(row.only(algorithm) for row in self.rows))
+        return replace(self, rows=tuple(row.only(algorithm) for row in self.rows), algorithm=None)
 
     def groups_of(self, topology: Topology) -> Topology:
         """The ranks in the groups that the table was measured with."""
         return topology if self.group_size is None else topology.with_groups_of(self.group_size)
 
-    def for_plan(self, plan: FusionPlan) -> "AllReduceTable":
-        """The table that a plan's buckets go by."""
-        return self if plan.algorithm is None else self.only(plan.algorithm)
-
     @classmethod
-    def from_cost_model(cls, topology: Topology, backend: str, links: Links | None = None) -> "AllReduceTable":
-        links = links or DEFAULT_LINKS.get(backend, DEFAULT_LINKS["gloo"])
-        names = usable_algorithms(topology)
+    def from_cost_model(
+        cls, topology: Topology, backend: str, links: Links | None = None, algorithms: Sequence[str] | None = None
+    ) -> "AllReduceTable":
+        """What the cost model says of some algorithms on some links.
+
+        Without `links` those of the backend are taken as stated, without `algorithms` all that the topology can run.
+        """
+        links = links or default_links(backend)
+        names = algorithms or usable_algorithms(topology)
 
         def milliseconds(algorithm: str, num_bytes: int) -> float:
             # Sums in another order differ in the last digits: that must not decide between algorithms.
-            return float(f"{1e3 * all_reduce_s(algorithm, num_bytes, topology, links):.9g}")
+            return float(f"{1e3 * algorithm_of(algorithm).seconds(num_bytes, topology, links):.9g}")
 
         rows = [Row(n, {name: milliseconds(name, n) for name in names}) for n in SIZES]
         chunk_bytes = _chunk_bytes(rows, topology, links)
@@ -157,7 +192,7 @@ class AllReduceTable:
     def switch_points(self) -> list[tuple[int, str, str]]:
         """Sizes from which on the choice is another, each with the algorithms below and above."""
         if self.switch_bytes is not None:
-            return [(self.switch_bytes + 1, "hierarchical", "ring")]
+            return [(self.switch_bytes + 1, Hierarchical.name, Ring.name)]
         points = []
         for first, last in pairwise(row.num_bytes for row in self.rows):
             low = first
@@ -182,7 +217,7 @@ class AllReduceTable:
         names = list(self.rows[0].milliseconds)
         lines = [f"all-reduce table for {self.topology_key} on {self.backend} ({self.source})"]
         if self.switch_bytes is not None:
-            lines.append(f"switch_mb given: hierarchical up to {self.switch_bytes:,d} bytes, ring above")
+            lines.append(f"switch_mb given: {Hierarchical.name} up to {self.switch_bytes:,d} bytes, {Ring.name} above")
         lines.append("  ".join(["       bytes", *(f"{name + ' ms':>16}" for name in names), "choice"]))
         for row in self.rows:
             times = (f"{row.milliseconds[name]:16.3f}" for name in names)
@@ -191,7 +226,7 @@ class AllReduceTable:
 
 
 def _steady_choices(times: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """One for each size: those with the least sum of the times' logarithms, if every switch costs SWITCH_GAIN."""
+    """A choice for each size: those with the least sum of the times' logarithms, if every switch costs SWITCH_GAIN."""
     costs = {name: math.log(ms) for name, ms in times[0].items()}
     origins: list[dict[str, str]] = []
     for at_size in times[1:]:
@@ -209,7 +244,7 @@ def _steady_choices(times: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
 
 
 def default_fusion_mb(topology: Topology, backend: str) -> float:
-    """Fusion threshold where nothing was measured: two pieces, so that latency stays small beside a bucket's bytes."""
+    """The fusion threshold where nothing was measured: two pieces, so that latency is small beside a bucket's bytes."""
     return min(MOST_FUSED_MB, 2 * AllReduceTable.from_cost_model(topology, backend).chunk_bytes / MIB)
 
 
@@ -217,8 +252,101 @@ def _chunk_bytes(rows: Sequence[Row], topology: Topology, links: Links) -> int:
     """Every piece pays all latencies between groups: the more groups, the larger the pieces."""
 
     def pays(row: Row) -> bool:
-        phases = phase_costs(row.best, row.num_bytes, topology, links)
+        phases = algorithm_of(row.best).costs(row.num_bytes, topology, links)
         across = next(phase for phase in phases if phase.stage == "scatter")
         return across.latency_s <= LATENCY_SHARE * across.transfer_s
 
     return next((row.num_bytes for row in rows if row.num_bytes >= CHUNK_BYTES and pays(row)), rows[-1].num_bytes)
+
+
+def cached_table_path(topology: Topology, backend: str) -> Path:
+    """Where a measured table of this topology is kept between runs."""
+    return cache_folder() / f"{backend}_{topology.key}.csv"
+
+
+def write_table(table: AllReduceTable, path: Path) -> None:
+    """Writes the table, complete or not at all; the choice in each line is for people and is not read back."""
+    text = io.StringIO()
+    for name in HEAD_FIELDS:
+        if (value := getattr(table, name)) not in (None, ""):
+            text.write(f"# {name}: {value}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    names = list(table.rows[0].milliseconds)
+    spreads = [name for name in names if all(name in row.spread_ms for row in table.rows)]
+    quartiles = [f"{name}_{end}_ms" for name in spreads for end in ("low", "high")]
+    writer.writerow(["bytes", *(f"{name}_ms" for name in names), "choice", *quartiles])
+    for row in table.rows:
+        times = [row.milliseconds[name] for name in names]
+        ends = [ms for name in spreads for ms in row.spread_ms[name]]
+        writer.writerow(
+            [row.num_bytes, *(f"{t:.6g}" for t in times), table.choose(row.num_bytes), *(f"{t:.6g}" for t in ends)]
+        )
+    write_whole(path, text.getvalue())
+
+
+def read_table(path: Path, topology: Topology, backend: str, any_groups: bool = False) -> AllReduceTable:
+    """Reads a table and refuses one that was made for another topology or backend.
+
+    With `any_groups` the table may bring groups that the tuner found better than those of the topology.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"table={str(path)!r} is not an all-reduce table ({error}): measure a new one") from error
+    except OSError as error:
+        raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
+    head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    try:
+        chunk_bytes = int(head.get("chunk_bytes", CHUNK_BYTES))
+        if chunk_bytes < 1:
+            raise ValueError("chunk_bytes must be at least 1")
+        if head.get("algorithm", Ring.name) not in ALGORITHMS or not float(head.get("fusion_mb", 1.0)) > 0:
+            raise ValueError("its algorithm is unknown or its fusion_mb not above 0")
+        rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
+        table = AllReduceTable(
+            head["topology_key"],
+            head["backend"],
+            head["source"],
+            _checked(rows),
+            group_size=int(head["group_size"]) if "group_size" in head else None,
+            chunk_bytes=chunk_bytes,
+            fusion_mb=float(head["fusion_mb"]) if "fusion_mb" in head else None,
+            algorithm=head.get("algorithm"),
+            made=head.get("made", ""),
+            fit=head.get("fit", ""),
+        )
+    except (AttributeError, KeyError, ValueError, TypeError, csv.Error) as error:
+        raise ValueError(
+            f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"
+        ) from error
+    if any_groups:
+        topology = table.groups_of(topology)
+    for name, here in (("topology_key", topology.key), ("backend", backend)):
+        there = getattr(table, name)
+        if there != here:
+            raise ValueError(
+                f"table={str(path)!r} was measured for {name} {there!r}, but this run has {here!r}: "
+                "measure a table here, or leave table out to use the cost model"
+            )
+    return table
+
+
+def _parse(row: Mapping[str, str]) -> Row:
+    times = {name.removesuffix("_ms"): float(text) for name, text in row.items() if name.endswith("_ms")}
+    ends = {name: times.pop(name) for name in list(times) if name.endswith(("_low", "_high"))}
+    spread = {name: (ends[f"{name}_low"], ends[f"{name}_high"]) for name in times if f"{name}_low" in ends}
+    return Row(int(row["bytes"]), times, spread)
+
+
+def _checked(rows: Sequence[Row]) -> tuple[Row, ...]:
+    if not rows:
+        raise ValueError("it has no rows")
+    names = set(rows[0].milliseconds)
+    if not names or not names <= set(ALGORITHMS):
+        raise ValueError(f"its algorithms are {sorted(names)}")
+    if rows[0].num_bytes < 1 or [row.num_bytes for row in rows] != sorted({row.num_bytes for row in rows}):
+        raise ValueError("its sizes do not rise from 1 byte or more")
+    times = [ms for row in rows for ms in row.milliseconds.values()]
+    if any(set(row.milliseconds) != names for row in rows) or not all(0 < ms < math.inf for ms in times):
+        raise ValueError("every row needs a positive time for every algorithm")
+    return tuple(rows)

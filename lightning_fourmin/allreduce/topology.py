@@ -1,9 +1,10 @@
 """Who is where: the node of every rank, and the groups and leaders that the all-reduce works in."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 
 @dataclass(frozen=True)
@@ -37,32 +38,51 @@ class Topology:
             groups = [tuple(line[i : i + group_size]) for i in range(0, len(line), group_size)]
         return cls(tuple(node_of), tuple(groups))
 
+    @classmethod
+    def from_key(cls, key: str) -> "Topology":
+        """The topology of a `key`, with ranks numbered node by node; ValueError if the text is no key."""
+        found = re.fullmatch(r"nodes([\dx+]+)_groups([\dx+]+)", key)
+        if found is None:
+            raise ValueError(f"{key!r} is not the key of a topology, such as nodes2x4_groups2x4")
+        nodes, groups = (_sizes(counts) for counts in found.groups())
+        node_of = tuple(node for node, size in enumerate(nodes) for _ in range(size))
+        ends = list(accumulate(groups))
+        if not ends or ends[-1] != len(node_of):
+            raise ValueError(f"{key!r} has groups of {sum(groups)} ranks on nodes of {len(node_of)}")
+        return cls(node_of, tuple(tuple(range(end - size, end)) for end, size in zip(ends, groups, strict=True)))
+
     def with_groups_of(self, group_size: int) -> "Topology":
         """The same ranks on the same nodes in other groups."""
         return Topology.build(self.node_of, group_size)
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self.node_of)
 
     @cached_property
     def num_nodes(self) -> int:
+        """Number of nodes."""
         return len(set(self.node_of))
 
     @property
     def leaders(self) -> tuple[int, ...]:
+        """The first rank of each group."""
         return tuple(group[0] for group in self.groups)
 
     @cached_property
     def largest_group(self) -> int:
+        """Ranks of the largest group."""
         return max(len(group) for group in self.groups)
 
     @cached_property
     def groups_span_nodes(self) -> bool:
+        """Whether a group has ranks on several nodes."""
         return any(len({self.node_of[rank] for rank in group}) > 1 for group in self.groups)
 
     @property
     def equal_groups(self) -> bool:
+        """Whether all groups have as many ranks."""
         return len({len(group) for group in self.groups}) == 1
 
     @property
@@ -71,9 +91,11 @@ class Topology:
         return tuple(tuple(rank for rank in column if rank is not None) for column in zip_longest(*self.groups))
 
     def group_of(self, rank: int) -> tuple[int, ...]:
+        """The group that a rank is in."""
         return next(group for group in self.groups if rank in group)
 
     def column_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same place in their groups as `rank`."""
         return self.columns[self.group_of(rank).index(rank)]
 
     @cached_property
@@ -98,3 +120,9 @@ def _counts(sizes: list[int]) -> str:
         else:
             runs.append((1, size))
     return "+".join(f"{count}x{size}" for count, size in runs)
+
+
+def _sizes(counts: str) -> list[int]:
+    """The inverse of `_counts`."""
+    runs = [run.partition("x") for run in counts.split("+")]
+    return [int(size) for count, _, size in runs for _ in range(int(count))]

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_fourmin._lightning import ASK_BEFORE_BATCH
-from lightning_fourmin.allreduce.meter import Communication, Meter, TakenTimes
+from lightning_fourmin.allreduce.measure import Communication, Meter, TakenTimes
 from lightning_fourmin.strategy import FourMinStrategy
 
 MAX_STEPS = 10_000

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 import sys
+from importlib.util import find_spec
 
 from lightning_fourmin import __version__
 
@@ -16,6 +17,8 @@ VERBS = {
     "report": "the HTML page of a run, or of a sweep and its jobs",
 }
 """What each verb does; the function `main` in the module of its name runs it."""
+PACKAGES = ("hydra", "jinja2", "matplotlib", "omegaconf", "PIL", "rich", "simplejpeg", "torchmetrics", "webdataset")
+"""What the extra [app] brings, by the names that are imported."""
 INTERRUPTED = 130
 """The exit code of a process that Ctrl-C has ended, by the convention of shells."""
 
@@ -23,6 +26,11 @@ INTERRUPTED = 130
 def main() -> None:
     """Runs the verb that the command line names; the entry point of the console script."""
     if len(sys.argv) > 1 and (verb := sys.argv[1]) in VERBS:
+        if missing := [name for name in PACKAGES if find_spec(name) is None]:
+            sys.exit(
+                f"fourmin {verb} needs the extra [app] (not installed: {', '.join(missing)}): "
+                "pip install 'lightning-fourmin[app]'"
+            )
         # Hydra reads the rest of the arguments and names the verb in its help.
         sys.argv[:2] = [f"{sys.argv[0]} {verb}"]
         try:

@@ -11,11 +11,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from torch import nn
 
+from lightning_fourmin.allreduce.plan import WIRE_DTYPES
 from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape, unfit_input
 from lightning_fourmin.cli.hydra_app import run
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.models import build_model
-from lightning_fourmin.options import WIRE_DTYPES
 from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.layer_profile import Profile, measure_profile
 from lightning_fourmin.simulate.measured_cluster import with_table

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -139,7 +139,7 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...], launch: L
     start_s = time.monotonic()
     earlier = _record_of(folder)
     seconds_before = _seconds(earlier)
-    started = datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
+    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
     command = shlex.join(["fourmin", "train", *sys.argv[1:]])
     fresh = RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides)
     # What cannot begin leaves the figures and the time of the run that the folder holds.

@@ -15,21 +15,19 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_fourmin.allreduce.broadcast_object import from_rank_0, gathered
 from lightning_fourmin.allreduce.buckets import MIB
 from lightning_fourmin.allreduce.measure_table import measure_table
-from lightning_fourmin.allreduce.process_groups import ProcessGroups
-from lightning_fourmin.allreduce.table import AllReduceTable
-from lightning_fourmin.allreduce.table_csv import cached_table_path, write_table
+from lightning_fourmin.allreduce.plan import WIRE_DTYPES, CommOptions
+from lightning_fourmin.allreduce.process_groups import ProcessGroups, from_rank_0, gather_objects
+from lightning_fourmin.allreduce.table import AllReduceTable, cached_table_path, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape, unfit_input
 from lightning_fourmin.cli.hydra_app import give_up, run
 from lightning_fourmin.cli.spawn_ranks import Launch, run_ranks
 from lightning_fourmin.errors import RankError
 from lightning_fourmin.models import MODELS
-from lightning_fourmin.options import WIRE_DTYPES
 from lightning_fourmin.simulate.roofline import UNFIT
-from lightning_fourmin.tune.net import NetTuner
+from lightning_fourmin.tune.net import tune_net
 from lightning_fourmin.tune.plot import draw
 from lightning_fourmin.tune.verdict import sentence_without_model
 
@@ -125,7 +123,7 @@ def tune(
 
     `net` is measured on random inputs; None: that of the options, if there is one.
     """
-    topology = Topology.build(gathered(node_rank), options.group_size)
+    topology = Topology.build(gather_objects(node_rank), options.group_size)
     groups = ProcessGroups.shared(TIMEOUT)
     wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
     path = Path(options.out) if options.out else cached_table_path(topology, dist.get_backend())
@@ -150,16 +148,24 @@ def tune(
             print("\n".join(lines), flush=True)
 
     tell(str(table), f"links: {table.fit}")
-    tell(from_rank_0(lambda: _write(table, path)))
+    # Kept now, whatever becomes of the steps of a net.
+    written = from_rank_0(lambda: _write(table, path))
     net = options.build_net() if net is None else net
     if net is None:
-        if earlier := from_rank_0(lambda: [str(cuts) for cuts in sorted(path.parent.glob(f"{path.stem}.*.json"))]):
-            tell(f"cuts that were measured with an earlier table stay in use: {', '.join(earlier)}")
-        tell(sentence_without_model(table))
+        tell(written, sentence_without_model(table))
     else:
         inputs = torch.randn(options.batch_size, *options.sample_shape(net), device=device)
-        tuner = NetTuner(net.to(device), inputs, table.groups_of(topology), table, groups, wire_dtype)
-        tell(*tuner.tune(path, lambda what: _progress(what, options.budget_s), options.budget_s))
+        table, lines = tune_net(
+            net.to(device),
+            inputs,
+            topology,
+            table,
+            groups,
+            CommOptions(wire_dtype=options.wire_dtype, group_size=options.group_size),
+            lambda what: _progress(what, options.budget_s),
+            options.budget_s,
+        )
+        tell(*lines[:-1], from_rank_0(lambda: _write(table, path)), lines[-1])
     return table, told
 
 

@@ -1,1 +1,1 @@
-"""Tar shards: packed, verified, and read in an order that is the same line of samples on any number of ranks."""
+"""Tar shards: packed, verified, and read in an order that does not depend on the number of ranks."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -14,7 +14,7 @@ from lightning_fourmin.data.dataset import Collate, OnError, ShardDataset, Trans
 from lightning_fourmin.data.digits import DIGITS, digits_folder
 from lightning_fourmin.data.index import Index, read_index
 from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
-from lightning_fourmin.data.partition import Deal, Remainder
+from lightning_fourmin.data.partition import Partition, Remainder
 from lightning_fourmin.data.transforms import EvalImage, ImageTransform, TrainImage
 from lightning_fourmin.errors import ShardError
 
@@ -46,8 +46,9 @@ class ShardDataModule(LightningDataModule):
         window: samples that are shuffled with each other; a worker holds as many in memory, undecoded.
         remainder: what happens to the samples of an epoch that fill no step of all ranks, accumulation included:
             "drop", or "wrap" to fill it with the first ones of the epoch.
-        on_error: "raise" on damaged samples, or "skip" them, counted and logged: in training others stand in for them,
-            of the batch or of those that follow it, in evaluation the batch is smaller or left out.
+        on_error: "raise" on damaged samples, or "skip" them; warnings and the callback `DataMonitor` count them. In
+            training other samples take their places, of the same batch or those that follow it; in evaluation the batch
+            is smaller or left out.
         pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
         collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
         mean: of the images' red, green and blue, each between 0 and 1.
@@ -125,8 +126,6 @@ class ShardDataModule(LightningDataModule):
         self._train_loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
         """What a checkpoint said, until the loader is made."""
-        self._waited_s, self._num_waits = 0.0, 0
-        """Waiting of the train loader that is logged, and batches since."""
         self._scale = self._shift = torch.empty(0)
         """What the pixels are multiplied with and what is added then, on the device of the last batch."""
 
@@ -154,8 +153,8 @@ class ShardDataModule(LightningDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Batches that each rank has in an epoch, known without making a loader."""
-        deal, split = self._deal(), self.index.split(self.splits["train"], self.path)
-        return deal.num_batches(deal.epoch(split.num_samples, self._remainder, self._num_accumulated))
+        partition, split = self._partition(), self.index.split(self.splits["train"], self.path)
+        return partition.num_batches(partition.epoch(split.num_samples, self._remainder, self._num_accumulated))
 
     @property
     def _num_accumulated(self) -> int:
@@ -180,7 +179,6 @@ class ShardDataModule(LightningDataModule):
             loader.load_state_dict(self._state)
             self._state = None
         self._train_loader = loader
-        self._waited_s, self._num_waits = 0.0, 0
         return loader
 
     def _make_train_loader(self) -> TrainLoader:
@@ -189,8 +187,8 @@ class ShardDataModule(LightningDataModule):
         if self.trainer:
             limit = self.trainer.limit_train_batches
             num_batches = self.batches_per_epoch
-            num_taken = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
-            kwargs |= {"epoch": self.trainer.current_epoch, "num_taken": num_taken}
+            max_batches = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
+            kwargs |= {"epoch": self.trainer.current_epoch, "max_batches": max_batches}
             loop = self.trainer.fit_loop.epoch_loop
             kwargs["is_at_end"] = lambda: loop.restarted_on_last
         return self._loader(TrainLoader, "train", **kwargs)
@@ -207,7 +205,8 @@ class ShardDataModule(LightningDataModule):
     def predict_dataloader(self) -> EvalLoader:
         return self.test_dataloader()
 
-    # Lightning restores the loader's own state too, but not after `trainer.estimated_stepping_batches` was asked for.
+    # Lightning keeps the loader's own state as well, but does not restore it at the end of an epoch, nor in a run whose
+    # `configure_optimizers` reads `trainer.estimated_stepping_batches` (lightning#20550).
     @override
     def state_dict(self) -> dict[str, Any]:
         return self._train_loader.state_dict() if self._train_loader is not None else {}
@@ -215,22 +214,27 @@ class ShardDataModule(LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict
-        trainer = self.trainer
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING or not state_dict.get("left"):
-            return
-        # Lightning counts the batches of the epoch, of which ranks with another global batch have another number.
+        if self.trainer is not None:
+            # Lightning restores callbacks next, so this one, too, still gets the checkpoint.
+            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+            if not any(isinstance(callback, _BatchCountFix) for callback in callbacks):
+                callbacks.append(_BatchCountFix())
+
+    def _batch_count_shift(self) -> int:
+        """The number of batches by which Lightning's count for the resumed epoch differs from that in the checkpoint.
+
+        It is not 0 where the ranks have another global batch. Raises `ShardError` if the epoch cannot be resumed.
+        """
+        if not self._state or not self._state["left"]:
+            return 0
         loader = self._make_train_loader()
-        loader.load_state_dict(state_dict)
-        shift = loader.state_dict()["num_batches"] - state_dict["num_batches"]
-        progress = trainer._checkpoint_connector._loaded_checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for name in progress["current"]:
-            progress["current"][name] += shift
+        loader.load_state_dict(self._state)
+        shift: int = loader.state_dict()["num_batches"] - self._state["num_batches"]
+        return shift
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         training = self.trainer is not None and self.trainer.training
-        if training:
-            self._log_waiting()
         if not isinstance(self._transforms["train" if training else "val"], ImageTransform):
             return batch
         images, *rest = batch
@@ -245,26 +249,9 @@ class ShardDataModule(LightningDataModule):
         # Lightning has asked the precision plugin before the transfer, when there was nothing to convert.
         return self.trainer.precision_plugin.convert_input(floats) if self.trainer else floats
 
-    def _log_waiting(self) -> None:
-        trainer, loader = self.trainer, self._train_loader
-        assert trainer is not None
-        self._num_waits += 1
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if loader is None or not 0 < every <= self._num_waits:
-            return
-        waited_s, self._waited_s = loader.wait_s - self._waited_s, loader.wait_s
-        num_waits, self._num_waits = self._num_waits, 0
-        num_skipped = float(loader.num_skipped)
-        if self._on_error == "skip":
-            mine = torch.tensor(num_skipped, device=trainer.strategy.root_device)
-            num_skipped = float(trainer.strategy.reduce(mine, reduce_op="sum"))
-        metrics = {"data_wait_ms": 1e3 * waited_s / num_waits, "data_skipped": num_skipped}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
-
-    def _deal(self) -> Deal:
+    def _partition(self) -> Partition:
         world = self.trainer.world_size if self.trainer else 1
-        return Deal(world, self.batch_size, max(1, self._num_workers))
+        return Partition(world, self.batch_size, max(1, self._num_workers))
 
     def _loader(self, kind: type[LoaderType], stage: str, *, window: int, **kwargs: Any) -> LoaderType:
         name, transform = self.splits[stage], self._transforms[stage]
@@ -286,7 +273,7 @@ class ShardDataModule(LightningDataModule):
         try:
             return kind(
                 dataset,
-                self._deal(),
+                self._partition(),
                 rank,
                 num_workers=self._num_workers,
                 prefetch_factor=self._prefetch_factor,
@@ -295,3 +282,25 @@ class ShardDataModule(LightningDataModule):
             )
         except ShardError as error:
             raise ShardError(f"split {name!r} of {self.path}: {error}") from None
+
+
+class _BatchCountFix(Callback):
+    """Corrects Lightning's count of batches when a run resumes in mid-epoch with another global batch.
+
+    Lightning's epoch ends when its count of batches reaches the length of the loader. A checkpoint has that count in
+    batches of the run that was saved; this run may have larger or smaller ones. A callback's `on_load_checkpoint` is
+    the public place to change it: it gets the whole checkpoint, after `ShardDataModule.load_state_dict` was called and
+    before the loops read their counts. `load_state_dict` itself adds the callback to the Trainer, so that a user has to
+    pass nothing but the data module. The callback has no state and stays there for later runs of the Trainer.
+    """
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, ShardDataModule):
+            return
+        if shift := data._batch_count_shift():
+            # The numbers of batches that are ready, started, processed and completed.
+            counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+            for stage in counts:
+                counts[stage] += shift

@@ -1,4 +1,4 @@
-"""What a loader's worker does: turns tickets into batches."""
+"""`ShardDataset`: loads the batches that a loader requests, in its worker processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -10,31 +10,39 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_fourmin.data.index import Split
-from lightning_fourmin.data.order import Line, Stretch, Stretches, cut
-from lightning_fourmin.data.partition import Ticket
-from lightning_fourmin.data.reader import stream_lane
+from lightning_fourmin.data.order import EpochOrder, Span, Spans, cut
+from lightning_fourmin.data.partition import BatchRequest
+from lightning_fourmin.data.reader import stream_range
 from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.errors import ShardError
-from lightning_fourmin.notes import add_note
 
 Transform = Callable[[Sample, np.random.Generator], Any]
 """Makes of a sample what is collated to batches. The generator is seeded by (seed, epoch, sample)."""
 Collate = Callable[[list[Any]], Any]
+"""Makes a batch of a list of what the transform returned."""
 OnError = Literal["raise", "repeat", "omit"]
-"""What becomes of a damaged sample: an error, a good one in its place, or nothing."""
+"""What becomes of a damaged sample: an error, a good sample in its place, or nothing."""
 
 
-class Delivery(NamedTuple):
-    """A batch, and the faults of samples that are not in it."""
+class LoadedBatch(NamedTuple):
+    """A batch as it travels from a worker to the main process, with the faults of the samples that it lacks."""
 
     batch: Any
     faults: tuple[str, ...]
     is_empty: bool = False
-    """Whether there is no batch, for want of samples."""
+    """Whether none of the samples could be read, so that there is no batch."""
 
 
-class ShardDataset(Dataset[Delivery | ShardError]):
-    """Reads the batch of each ticket; tickets that follow each other in a lane continue its stream."""
+class ShardDataset(Dataset[LoadedBatch | ShardError]):
+    """Loads the batch of each request: reads the samples, transforms and collates them.
+
+    The data module makes the dataset in the main process of a rank. The loader's workers get copies when they start at
+    the first batch of a run: by fork, or pickled where processes are spawned. From then on each worker (without workers
+    the main process itself) calls its own copy with one request after the other, and nothing is shared between copies.
+
+    A dataset keeps the stream of its worker range open between requests. A request that continues where the one before
+    ended takes its samples from that stream; any other request opens a new stream, which is right as well, only slower.
+    """
 
     def __init__(
         self,
@@ -53,57 +61,64 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         self.window = window
         self._transform = transform
         self._collate = collate
-        self._on_error = on_error
+        self.on_error = on_error
         self._stream: Iterator[Sample | ShardError] = iter(())
-        self._expected: tuple[int, Stretches, int] | None = None
-        """Epoch, lane and place in it that the stream stands at."""
+        self._stream_at: tuple[int, Spans, int] | None = None
+        """The epoch, the worker range and the position in it at which the stream stands."""
         self._rng = np.random.Generator(np.random.Philox(0))
 
     @override
-    def __getitem__(self, ticket: Ticket) -> Delivery | ShardError:
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch | ShardError:
         try:
-            return self._deliver(ticket)
+            return self._load(request)
         except ShardError as error:
-            # Raised here it would reach the main process as the text of a traceback.
+            # Returned, not raised: torch turns an error that a worker raises into the text of a traceback.
             return error
 
-    def line(self, epoch: int) -> Line:
-        return Line(tuple(shard.num_samples for shard in self.split.shards), self.seed, epoch, self.window)
+    def epoch_order(self, epoch: int) -> EpochOrder:
+        """The order of the split's samples in an epoch."""
+        return EpochOrder(tuple(shard.num_samples for shard in self.split.shards), self.seed, epoch, self.window)
 
-    def _deliver(self, ticket: Ticket) -> Delivery:
-        if self._expected != (ticket.epoch, ticket.lane, ticket.first):
-            self._stream = stream_lane(self.split, self._folder, self.line(ticket.epoch), ticket.lane, ticket.first)
-        self._expected = None
+    def _load(self, request: BatchRequest) -> LoadedBatch:
+        epoch, worker_range, first, count = request.epoch, request.worker_range, request.first, request.count
+        if self._stream_at != (epoch, worker_range, first):
+            self._stream = stream_range(self.split, self._folder, self.epoch_order(epoch), worker_range, first)
+        # An error below leaves the stream somewhere inside the batch.
+        self._stream_at = None
         good: list[Any] = []
         faults: list[str] = []
-        for sample in islice(self._stream, ticket.count):
-            made = self._apply(sample, ticket.epoch)
+        for sample in islice(self._stream, count):
+            made = self._apply(sample, epoch)
             if not isinstance(made, ShardError):
                 good.append(made)
-            elif self._on_error == "raise":
+            elif self.on_error == "raise":
                 raise made
             else:
                 faults.append(str(made))
-        self._expected = (ticket.epoch, ticket.lane, ticket.first + ticket.count)
-        if self._on_error == "repeat" and faults:
-            good = [*islice(cycle(good or self._following(ticket)), ticket.count)]
+        self._stream_at = (epoch, worker_range, first + count)
+        if self.on_error == "repeat" and faults:
+            good = [*islice(cycle(good or self._replacements(request)), count)]
             if not good:
                 raise ShardError(f"{faults[0]} (and no other sample of the split is good)")
         if not good:
-            return Delivery(None, tuple(faults), is_empty=True)
-        return Delivery(self._collate(good), tuple(faults))
+            return LoadedBatch(None, tuple(faults), is_empty=True)
+        return LoadedBatch(self._collate(good), tuple(faults))
 
-    def _following(self, ticket: Ticket) -> list[Any]:
-        """The good samples that come next in the line, whoever's they are: the same ones on any ranks, and resumed."""
-        line = self.line(ticket.epoch)
-        start = cut(ticket.lane, [ticket.first, ticket.count])[1][0].start
-        around = (Stretch(start, self.split.num_samples), Stretch(0, start))
-        with closing(stream_lane(self.split, self._folder, line, around, 0)) as samples:
-            made = (self._apply(sample, ticket.epoch) for sample in samples)
-            return list(islice((one for one in made if not isinstance(one, ShardError)), ticket.count))
+    def _replacements(self, request: BatchRequest) -> list[Any]:
+        """Replacements for a batch without any good sample: the next good samples in the epoch's order.
+
+        They are looked for in the whole order, not only in the worker range, so that every number of ranks and every
+        resumed run picks the same ones. Their reading leaves the worker's own stream alone.
+        """
+        start = cut(request.worker_range, [request.first, request.count])[1][0].start
+        around = (Span(start, self.split.num_samples), Span(0, start))
+        order = self.epoch_order(request.epoch)
+        with closing(stream_range(self.split, self._folder, order, around, 0)) as samples:
+            made = (self._apply(sample, request.epoch) for sample in samples)
+            return list(islice((one for one in made if not isinstance(one, ShardError)), request.count))
 
     def _generator(self, epoch: int, number: int) -> np.random.Generator:
-        """As if made for the sample; making one takes many times longer than setting the state of another."""
+        """The generator of a sample. It always is the same object, because making one takes many times longer."""
         self._rng.bit_generator.state = {
             "bit_generator": "Philox",
             "state": {"key": (self.seed, epoch), "counter": (0, 0, 0, number)},
@@ -115,7 +130,7 @@ class ShardDataset(Dataset[Delivery | ShardError]):
         return self._rng
 
     def _apply(self, sample: Sample | ShardError, epoch: int) -> Any:
-        """What the transform makes of a sample, or what is wrong with it."""
+        """What the transform makes of a sample, or the error that says what is wrong with it."""
         if isinstance(sample, ShardError):
             return sample
         try:
@@ -124,7 +139,7 @@ class ShardDataset(Dataset[Delivery | ShardError]):
             return error
         except Exception as error:
             where = f"in the transform of sample {sample.key} of {sample.shard}"
-            if self._on_error != "raise":
+            if self.on_error != "raise":
                 return ShardError(f"{where}: {type(error).__name__}: {error}")
-            add_note(error, where)
+            error.add_note(where)
             raise

@@ -1,4 +1,8 @@
-"""Loaders around torch's DataLoader that know how far an epoch got, how long the loop waited and what was skipped."""
+"""Loaders of one rank's batches, which know how far an epoch got, how long the loop waited and what was skipped.
+
+Everything here runs in the main process of a rank, in its main thread, except `_start_worker`. What worker processes do
+is in `dataset.py`.
+"""
 
 import logging
 import time
@@ -12,9 +16,9 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_fourmin.data.dataset import Delivery, ShardDataset
-from lightning_fourmin.data.order import Stretch, num_positions
-from lightning_fourmin.data.partition import Deal, Remainder, Ticket
+from lightning_fourmin.data.dataset import LoadedBatch, ShardDataset
+from lightning_fourmin.data.order import Span, num_positions
+from lightning_fourmin.data.partition import BatchRequest, Partition, Remainder
 from lightning_fourmin.data.worker_process import end_with_parent, leave_signals_to_parent
 from lightning_fourmin.errors import ShardError
 
@@ -22,110 +26,132 @@ log = logging.getLogger(__name__)
 
 
 class ShardLoader(ABC):
-    """Batches of one rank, made by workers ahead of the loop.
+    """Batches of one rank, loaded by worker processes ahead of the loop.
 
-    Not a DataLoader and without a `dataset`, so that Lightning puts no sampler of its own into it.
+    The main process sends each worker the requests for its batches (`RankShare.requests`), and torch's DataLoader does
+    the transport: its sampler is the list of requests, and it goes through the workers in turn, as the requests are
+    numbered. The workers start when the first batch is asked for, in a process that has its threads and connections by
+    then, and stay until Lightning ends the run. Without workers the main process loads each batch when it is asked for.
+
+    The class is no DataLoader itself and has no attribute `dataset`, so that Lightning leaves its sampling alone.
     """
 
     def __init__(
-        self, dataset: ShardDataset, deal: Deal, rank: int, *, num_workers: int, prefetch_factor: int, pin_memory: bool
+        self,
+        dataset: ShardDataset,
+        partition: Partition,
+        rank: int,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
     ) -> None:
         self._dataset = dataset
-        self._deal = deal
+        self._partition = partition
         self._rank = rank
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor if num_workers else None
         self._pin_memory = pin_memory
-        self._queue: list[Ticket] = []
+        self._requests: list[BatchRequest] = []
+        """The requests of the epoch: one list for the life of the DataLoader, which reads it again for each epoch."""
         self._loader: DataLoader[Any] | None = None
-        # Under this name Lightning looks for the workers that it ends with a run; it sets the name to None then.
+        # Lightning looks for this name when a run ends: it ends the workers of the iterator and sets the name to None.
         self._iterator: Iterator[Any] | None = None
         self.wait_s = 0.0
-        """Time that the loop has waited for batches."""
+        """Seconds that the loop has waited for batches so far."""
         self.num_skipped = 0
-        """Damaged samples, which others stood in for or which were left out."""
+        """The number of damaged samples so far that others replaced or that were left out."""
+        self.may_skip = dataset.on_error != "raise"
+        """Whether damaged samples are skipped. Otherwise they raise errors."""
         self._last_fault = ""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """The number of batches in an epoch."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch."""
 
-    def _batches(self, tickets: Iterable[Ticket]) -> Iterator[Any]:
-        for delivery in self._timed(self._start(tickets)):
-            if isinstance(delivery, ShardError):
-                raise delivery
-            for fault in delivery.faults:
+    def _batches(self, requests: Iterable[BatchRequest]) -> Iterator[Any]:
+        """Sends the requests and yields the batches, in the same order."""
+        for loaded in self._timed(self._start(requests)):
+            if isinstance(loaded, ShardError):
+                raise loaded
+            for fault in loaded.faults:
                 self.num_skipped += 1
                 self._last_fault = fault
                 log.warning("rank %d skipped a sample (%d so far): %s", self._rank, self.num_skipped, fault)
-            if not delivery.is_empty:
-                yield delivery.batch
+            if not loaded.is_empty:
+                yield loaded.batch
 
-    def _start(self, tickets: Iterable[Ticket]) -> Iterator[Delivery | ShardError]:
-        self._queue[:] = tickets
+    def _start(self, requests: Iterable[BatchRequest]) -> Iterator[LoadedBatch | ShardError]:
+        self._requests[:] = requests
         if self._iterator is None or self._loader is None:
             self._loader = DataLoader(
                 self._dataset,
                 batch_size=None,
-                sampler=self._queue,
+                sampler=self._requests,
                 num_workers=self._num_workers,
                 prefetch_factor=self._prefetch_factor,
                 persistent_workers=self._num_workers > 0,
                 pin_memory=self._pin_memory,
                 collate_fn=_as_it_is,
-                worker_init_fn=partial(_bind_to_rank, rank=self._rank),
+                worker_init_fn=partial(_start_worker, rank=self._rank),
             )
+        # With persistent workers this is the same iterator each time, at its start again. Batches of an epoch that was
+        # given up, which the workers have prepared, are dropped.
         self._iterator = iter(self._loader)
         return self._iterator
 
-    def _timed(self, deliveries: Iterator[Delivery | ShardError]) -> Iterator[Delivery | ShardError]:
+    def _timed(self, loaded_batches: Iterator[LoadedBatch | ShardError]) -> Iterator[LoadedBatch | ShardError]:
         while True:
             start = time.perf_counter()
-            delivery = next(deliveries, None)
+            loaded = next(loaded_batches, None)
             self.wait_s += time.perf_counter() - start
-            if delivery is None:
+            if loaded is None:
                 return
-            yield delivery
+            yield loaded
 
 
-def _as_it_is(delivery: Any) -> Any:
-    return delivery
+def _as_it_is(loaded: Any) -> Any:
+    """What the dataset gives is a batch already. Without this function torch would make tensors of its parts."""
+    return loaded
 
 
-def _bind_to_rank(worker: int, rank: int) -> None:
-    # For transforms that do not use the generator they are given: torch seeds workers alike on all ranks.
+def _start_worker(worker: int, rank: int) -> None:
+    """The first thing that a worker process runs, whether it was forked or spawned."""
+    # Seeds are for transforms that do not use the generator they are given: torch seeds workers alike on all ranks.
     pl_worker_init_function(worker, rank)
     leave_signals_to_parent()
-    # A worker has copies of its rank's connections: the other ranks learn of a death when the last copy is gone.
+    # A forked worker has copies of its rank's connections, and the other ranks learn of the rank's death only when the
+    # last copy is closed. So it must not outlive its rank.
     end_with_parent()
 
 
 class EvalLoader(ShardLoader):
-    """Every sample once, in the order of the index."""
+    """The batches of an evaluation: every sample once, in the order of the index."""
 
-    def __init__(self, dataset: ShardDataset, deal: Deal, rank: int, **kwargs: Any) -> None:
-        super().__init__(dataset, deal, rank, **kwargs)
+    def __init__(self, dataset: ShardDataset, partition: Partition, rank: int, **kwargs: Any) -> None:
+        super().__init__(dataset, partition, rank, **kwargs)
         num_samples = dataset.split.num_samples
         if num_samples == 0:
             raise ShardError("the split has no samples: choose another, or pack it again")
-        if num_samples < deal.world:
+        if num_samples < partition.world:
             raise ShardError(
-                f"the split has {num_samples} samples for {deal.world} ranks, so some would have nothing to evaluate: "
-                "evaluate with fewer ranks"
+                f"the split has {num_samples} samples for {partition.world} ranks, so some would have nothing to "
+                "evaluate: evaluate with fewer ranks"
             )
-        self._share = deal.evaluation(num_samples, rank)
+        self._rank_share = partition.evaluation(num_samples, rank)
 
     @override
     def __len__(self) -> int:
-        return len(self._share.batch_sizes)
+        return len(self._rank_share.batch_sizes)
 
     @override
     def __iter__(self) -> Iterator[Any]:
         is_empty = True
-        for batch in self._batches(self._share.tickets(epoch=0)):
+        for batch in self._batches(self._rank_share.requests(epoch=0)):
             is_empty = False
             yield batch
         if is_empty:
@@ -134,80 +160,94 @@ class EvalLoader(ShardLoader):
 
 
 class TrainLoader(ShardLoader):
-    """The line of each epoch, as many batches on every rank; its state continues an epoch on any number of ranks."""
+    """The batches of each epoch, as many on every rank, and the state that resumes an epoch on any number of ranks.
+
+    The loader counts epochs by itself. An iterator that is asked for its first batch continues with what is left of the
+    epoch; if batches of it were taken before, or nothing is left, the iterator begins the next epoch instead.
+
+    Lightning's fit loop (2.6) makes these calls, in this order:
+
+    1. `load_state_dict` in a resumed run: by the data module when it makes the loader, and in most cases by Lightning
+       once more, with the same state.
+    2. `iter`, before Lightning says which epoch comes. So an iterator does nothing until its first batch is asked for.
+    3. `sampler.set_epoch`, before each epoch. A resumed loader ignores it, because Lightning may be one epoch ahead for
+       the rest of the run: it counts an epoch that `max_steps` ended in the middle as done, but resumes in it.
+    4. `iter` again, unless it is the first epoch of all or a resumed one. Then `next` for each batch.
+    5. `state_dict` for each checkpoint, after any batch or at the end of an epoch.
+
+    A run that was saved at the very end of an epoch may resume in that epoch. Where no validation has run, Lightning
+    then asks for a batch before it sees that the epoch is over. `is_at_end` tells that case: the iterator ends at once.
+    """
 
     def __init__(
         self,
         dataset: ShardDataset,
-        deal: Deal,
+        partition: Partition,
         rank: int,
         *,
         remainder: Remainder,
         num_accumulated: int = 1,
         epoch: int = 0,
-        num_taken: int | None = None,
+        max_batches: int | None = None,
         is_at_end: Callable[[], bool] = lambda: False,
         **kwargs: Any,
     ) -> None:
-        """`num_accumulated`: batches a step; `is_at_end`: whether Lightning goes on with an epoch that is at its end.
+        """Raises `ShardError` if the split does not fill one step.
 
-        `num_taken` is the number of batches after which the loop goes to the next epoch, if it does not take all.
+        Args:
+            dataset: what loads the batches; see `ShardLoader` for the arguments that are not listed here.
+            partition: the ranks, workers and batch size of this run.
+            rank: the rank whose batches these are.
+            remainder: what becomes of samples that fill no step.
+            num_accumulated: batches in a step.
+            epoch: the first epoch.
+            max_batches: where a Trainer has the loader made, the number of batches after which it ends an epoch.
+            is_at_end: whether Lightning has resumed in an epoch of which it had seen all batches.
+            **kwargs: for `ShardLoader`.
         """
-        super().__init__(dataset, deal, rank, **kwargs)
+        super().__init__(dataset, partition, rank, **kwargs)
         num_samples = dataset.split.num_samples
         self._remainder = remainder
-        self._whole = deal.epoch(num_samples, remainder, num_accumulated)
-        self._num_batches = deal.num_batches(self._whole)
+        self._whole = partition.epoch(num_samples, remainder, num_accumulated)
+        self._num_batches = partition.num_batches(self._whole)
         if not self._num_batches:
             times, lower = "", "batch_size"
             if num_accumulated > 1:
                 times, lower = f" x {num_accumulated} batches a step", "batch_size or accumulation"
             raise ShardError(
                 f"the split has {num_samples} samples, less than the global batch of "
-                f"{deal.global_batch * num_accumulated} ({deal.world} ranks x {deal.batch_size}{times}): lower "
-                f"{lower}, or set remainder='wrap'"
+                f"{partition.global_batch * num_accumulated} ({partition.world} ranks x "
+                f"{partition.batch_size}{times}): lower {lower}, or set remainder='wrap'"
             )
-        self._knows_ranks = num_taken is not None
-        """Whether a Trainer has it made."""
-        self._num_taken = self._num_batches if num_taken is None else num_taken
+        self._is_in_trainer = max_batches is not None
+        self._max_batches = self._num_batches if max_batches is None else max_batches
         self._is_at_end = is_at_end
+        self._is_resumed = False
         self._begin(epoch)
-        self._restored = False
-        """Whether it was said where to go on, which counts more than the epoch that Lightning says next."""
-        self._over = False
-        """Whether Lightning, as it does with max_steps, goes on with an epoch that has nothing left."""
-        self._num_ahead = 0
-        """Epochs that Lightning counts more than we: with max_steps it takes one that it goes on with for done."""
 
     @property
     def sampler(self) -> "TrainLoader":
-        """Where Lightning looks for `set_epoch`."""
+        """The loader itself: Lightning calls `set_epoch` of what it finds under this name."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch, unless that is the one under way."""
-        if not self._knows_ranks and dist.is_initialized() and dist.get_world_size() > 1:
+        """Goes to the start of an epoch, unless the loader is in that epoch or was resumed."""
+        if not self._is_in_trainer and dist.is_initialized() and dist.get_world_size() > 1:
             raise ShardError(
                 "this loader was made outside of the Trainer, for one rank, so every rank would read all samples: give "
                 "the data module itself to the Trainer"
             )
-        if self._restored:
-            self._restored = False
-            self._over = not self._left and self._is_at_end()
-            self._num_ahead = epoch - self._epoch if self._left or self._over else 0
-            return
-        self._over = False
-        if epoch - self._num_ahead != self._epoch:
-            self._begin(epoch - self._num_ahead)
+        if not self._is_resumed and epoch != self._epoch:
+            self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         self._left = self._whole
-        """What was left when the first batch was asked for."""
-        self._num_delivered = 0
-        """Batches since then."""
+        """The positions that were left when the first batch was asked for."""
         self._num_before = 0
-        """Batches of the epoch before then."""
+        """The number of batches of the epoch before that."""
+        self._num_taken = 0
+        """The number of batches that were taken since."""
 
     @override
     def __len__(self) -> int:
@@ -215,34 +255,37 @@ class TrainLoader(ShardLoader):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # Nothing happens before the first batch is asked for: Lightning tells the epoch after it has made the iterator.
-        if self._over:
+        if not self._left and self._is_at_end():
             return
-        if self._num_delivered or not self._left:
+        if self._num_taken or not self._left:
             self._begin(self._epoch + 1)
-        for batch in self._batches(self._deal.train(self._left, self._rank).tickets(self._epoch)):
-            self._num_delivered += 1
+        for batch in self._batches(self._partition.train(self._left, self._rank).requests(self._epoch)):
+            self._num_taken += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch got: the same on every rank, whatever the workers have prepared."""
-        num_batches = self._num_before + self._num_delivered
-        left = self._deal.left(self._left, self._num_delivered) if num_batches < self._num_taken else ()
+        """How far the epoch got. It is the same on every rank, and what workers have prepared does not count."""
+        num_batches = self._num_before + self._num_taken
+        left = self._partition.left(self._left, self._num_taken) if num_batches < self._max_batches else ()
         return {
             "epoch": self._epoch,
             "num_batches": num_batches,
-            "left": [list(stretch) for stretch in left],
-            "global_batch": self._deal.global_batch,
+            "left": [list(span) for span in left],
+            "global_batch": self._partition.global_batch,
             **self._identity(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where another loader was; on ranks with another global batch what is left is dealt to them."""
-        left = tuple(Stretch(*stretch) for stretch in state["left"])
+        """Continues where another loader was. Ranks with another global batch divide what is left among themselves.
+
+        Raises `ShardError` if the rest of the epoch would not be the same samples, or would fill no batch.
+        """
+        left = tuple(Span(*span) for span in state["left"])
         if left:
             fixed = self._identity()
-            if self._num_taken != self._num_batches:
-                fixed["global_batch"] = self._deal.global_batch
+            if self._max_batches != self._num_batches:
+                # The limit is a number of batches. Batches of another size would reach it at another sample.
+                fixed["global_batch"] = self._partition.global_batch
             for name, here in fixed.items():
                 if state[name] != here:
                     raise ShardError(
@@ -251,15 +294,16 @@ class TrainLoader(ShardLoader):
                         f"{name}; set it so, or resume from a checkpoint of the end of an epoch"
                     )
         self._begin(state["epoch"])
-        self._left = self._deal.rest(left, self._whole, self._remainder, self._dataset.split.num_samples)
+        self._left = self._partition.rest(left, self._whole, self._remainder, self._dataset.split.num_samples)
         if left and not self._left:
             raise ShardError(
                 f"the {num_positions(left)} samples that are left of epoch {state['epoch']} do not fill the global "
-                f"batch of {self._deal.global_batch}: lower batch_size, or resume from a checkpoint of the end of an "
-                "epoch"
+                f"batch of {self._partition.global_batch}: lower batch_size, or resume from a checkpoint of the end of "
+                "an epoch"
             )
-        self._num_before = self._num_batches - self._deal.num_batches(self._left) if left else state["num_batches"]
-        self._restored = True
+        # Counted from the end, since the epoch ends for Lightning when the count is the length of the loader.
+        self._num_before = self._num_batches - self._partition.num_batches(self._left) if left else state["num_batches"]
+        self._is_resumed = True
 
     def _identity(self) -> dict[str, Any]:
         """What must not change within an epoch."""

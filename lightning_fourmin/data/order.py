@@ -1,8 +1,12 @@
-"""The order of an epoch as arithmetic: one line of samples, and stretches of it.
+"""The order of an epoch as arithmetic: which sample stands at each position.
 
-shards, in the epoch's order   |  shard 2  |   shard 0   | shard 1 |
-windows, each shuffled inside  |  w0  |  w1  |  w2  |  w3  |  w4 |
-the line                       0 1 2 3 4 5 ...
+    read order     |  shard 2  |   shard 0   | shard 1 |    the shards in random order, each from its start to its end
+    windows        |  w0  |  w1  |  w2  |  w3  |  w4 |      equal pieces of the read order, each shuffled inside
+    epoch order     0 1 2 3 4 5 ...                         positions, counted from left to right
+
+The order is a pure function of (shard sizes, seed, epoch, window). It knows nothing of ranks, workers or batches, and
+nobody sends or stores it: every worker computes the places of its own positions, and a checkpoint keeps only the spans
+of positions that are left.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,47 +18,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNSHUFFLED_PIECE = 1024
+"""Samples whose places are computed at once where there are no windows."""
 
 
-class Stretch(NamedTuple):
-    """Positions `start` to `stop` (not included) of an epoch's line."""
+class Span(NamedTuple):
+    """The positions from `start` up to `stop`, which is not included, of an epoch's order."""
 
     start: int
     stop: int
 
 
-Stretches = tuple[Stretch, ...]
+Spans = tuple[Span, ...]
+"""Positions in the order in which they are read. Spans may overlap: with remainder="wrap" some positions come twice."""
 
 
-def num_positions(stretches: Stretches) -> int:
-    return sum(stretch.stop - stretch.start for stretch in stretches)
+def num_positions(spans: Spans) -> int:
+    """The number of positions in all spans together."""
+    return sum(span.stop - span.start for span in spans)
 
 
-def joined(stretches: Iterable[Stretch]) -> Stretches:
-    """The same positions in the same order in as few stretches as possible."""
-    found: list[Stretch] = []
-    for stretch in stretches:
-        if stretch.start == stretch.stop:
+def joined(spans: Iterable[Span]) -> Spans:
+    """The same positions in the same order, in as few spans as possible."""
+    found: list[Span] = []
+    for span in spans:
+        if span.start == span.stop:
             continue
-        if found and found[-1].stop == stretch.start:
-            found[-1] = Stretch(found[-1].start, stretch.stop)
+        if found and found[-1].stop == span.start:
+            found[-1] = Span(found[-1].start, span.stop)
         else:
-            found.append(stretch)
+            found.append(span)
     return tuple(found)
 
 
-def cut(stretches: Stretches, sizes: Sequence[int]) -> list[Stretches]:
-    """Consecutive parts of the given sizes; what comes after them is left out."""
-    parts: list[Stretches] = []
-    rest = iter(stretches)
+def cut(spans: Spans, sizes: Sequence[int]) -> list[Spans]:
+    """Consecutive parts of the given sizes, from the start on; positions behind the last part are left out."""
+    parts: list[Spans] = []
+    rest = iter(spans)
     start = stop = 0
     for size in sizes:
-        part: list[Stretch] = []
+        part: list[Span] = []
         while size:
             if start == stop:
                 start, stop = next(rest)
             taken = min(size, stop - start)
-            part.append(Stretch(start, start + taken))
+            part.append(Span(start, start + taken))
             start += taken
             size -= taken
         parts.append(tuple(part))
@@ -62,73 +69,76 @@ def cut(stretches: Stretches, sizes: Sequence[int]) -> list[Stretches]:
 
 
 def permutation(num: int, *key: int) -> NDArray[np.int64]:
-    """A permutation of range(num) that depends on the key alone.
-
-    Raw bits of a named generator are sorted: numpy promises that those never change, but not what it makes of them.
-    """
+    """A permutation of range(num) that depends on nothing but the key."""
+    # Not `Generator.permutation`: numpy promises that the raw bits of a named generator never change, but not what it
+    # makes of them, and a checkpoint in mid-epoch must survive an upgrade of numpy.
     bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num)
     return np.argsort(bits, kind="stable")
 
 
 class Place(NamedTuple):
-    """Where a sample lies."""
+    """Where a sample lies in the shards."""
 
     shard: int
-    position: int
-    """Samples of the shard before it."""
+    """Number of its shard in the index."""
+    in_shard: int
+    """The number of samples before it in that shard."""
     number: int
-    """Samples of all shards before it, in the order of the index: its identity."""
-    turn: int
-    """Samples before it if the shards were read from end to end in the epoch's order."""
+    """The number of samples before it in the index, over all shards. It identifies the sample in every epoch."""
+    read_order: int
+    """The number of samples before it in the epoch's read order, in which a worker reads shards from end to end."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """The samples of one epoch in order."""
+class EpochOrder:
+    """The order of all samples of one epoch."""
 
     shard_sizes: tuple[int, ...]
-    """Samples of each shard."""
+    """Number of samples in each shard, in the order of the index."""
     seed: int
     epoch: int
     window: int
-    """Samples that are shuffled with each other; 0: the order of the index, not shuffled at all."""
+    """Number of samples that are shuffled with each other. 0: nothing is shuffled, the order is that of the index."""
 
     @property
     def num_samples(self) -> int:
+        """The number of samples in an epoch."""
         return sum(self.shard_sizes)
 
     @cached_property
     def _shards(self) -> NDArray[np.int64]:
+        """The numbers of the shards in read order."""
         if self.window == 0:
             return np.arange(len(self.shard_sizes))
         return permutation(len(self.shard_sizes), self.seed, self.epoch, 0)
 
     @cached_property
     def _stops(self) -> NDArray[np.int64]:
-        """Where each shard ends when they stand in the epoch's order."""
+        """Where in the read order each of `_shards` ends."""
         return np.cumsum(np.asarray(self.shard_sizes, dtype=np.int64)[self._shards])
 
     @cached_property
     def _first_numbers(self) -> NDArray[np.int64]:
-        """Samples in the shards before each one, in the order of the index."""
+        """The number of the first sample of each shard, in the order of the index."""
         return np.concatenate([[0], np.cumsum(np.asarray(self.shard_sizes, dtype=np.int64))[:-1]])
 
-    def by_window(self, stretches: Stretches) -> Iterator[Stretch]:
-        """The stretches, cut where windows meet; in pieces of a moderate size if there are none."""
+    def by_window(self, spans: Spans) -> Iterator[Span]:
+        """The spans, cut where a window ends; where there are no windows, cut into pieces of a moderate size."""
         window = self.window or UNSHUFFLED_PIECE
-        for start, stop in stretches:
+        for start, stop in spans:
             while start < stop:
                 end = min(stop, (start // window + 1) * window)
-                yield Stretch(start, end)
+                yield Span(start, end)
                 start = end
 
-    def places(self, stretch: Stretch) -> list[Place]:
-        """Where the samples of a stretch inside one window lie, in the order of the line."""
-        positions = np.arange(stretch.start, stretch.stop)
+    def places(self, span: Span) -> list[Place]:
+        """The place of each position of a span, which must lie inside one window."""
+        positions = np.arange(span.start, span.stop)
         if self.window:
-            number = stretch.start // self.window
+            number = span.start // self.window
             first = number * self.window
             size = min(self.window, self.num_samples - first)
+            # From here on these are positions in the read order.
             positions = first + permutation(size, self.seed, self.epoch, 1, number)[positions - first]
         slots = np.searchsorted(self._stops, positions, side="right")
         shards = self._shards[slots]

@@ -1,128 +1,143 @@
-"""Who reads what of an epoch: its line is dealt to ranks, workers and batches, and what is left can be dealt again.
+"""Who reads which positions of an epoch's order: its partition into ranks, workers and batches.
 
-            rank 0                   |            rank 1
-  worker 0        worker 1           |  worker 0        worker 1
-  b0  b2  b4      b1  b3             |  b0  b2  b4      b1  b3
+    epoch order  |            rank 0                |            rank 1                |
+                 |   worker 0     |   worker 1      |   worker 0     |   worker 1      |
+                 |  b0   b2   b4  |  b1   b3        |  b0   b2   b4  |  b1   b3        |
 
-Each worker reads its lane, one piece of the line, from left to right; the loader takes a batch of each worker in turn.
+A worker reads one contiguous worker range from left to right, so that it opens few shards; the loader takes the batches
+b0, b1, ... of a rank from its workers in turn. What is left of an epoch is a list of spans again, which any other
+partition divides in the same way. All of this is arithmetic in the main process of each rank, without communication.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_fourmin.data.order import Stretch, Stretches, cut, joined, num_positions
+from lightning_fourmin.data.order import Span, Spans, cut, joined, num_positions
 
 Remainder = Literal["drop", "wrap"]
+"""What becomes of the samples that fill no step: they are dropped, or the step is filled from the epoch's start."""
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """Asks a worker for one batch."""
+class BatchRequest:
+    """The request for one batch, which the main process of a rank sends to one of its workers."""
 
     epoch: int
-    lane: Stretches
+    worker_range: Spans
+    """All positions that the worker reads in this epoch."""
     first: int
-    """Samples of the lane before the batch."""
+    """The number of positions of the worker range before the batch."""
     count: int
+    """The number of positions in the batch."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank reads: a lane a worker, and the sizes of the batches that are taken from the lanes in turn."""
+class RankShare:
+    """What one rank reads of an epoch: a range for each worker, and the batches that the loader takes from them."""
 
-    lanes: tuple[Stretches, ...]
+    worker_ranges: tuple[Spans, ...]
     batch_sizes: tuple[int, ...]
+    """The sizes of the batches in the order in which the loader takes them, a batch of each worker in turn."""
 
-    def tickets(self, epoch: int) -> Iterator[Ticket]:
-        taken = [0] * len(self.lanes)
+    def requests(self, epoch: int) -> Iterator[BatchRequest]:
+        """The requests for all batches, in the order in which the loader takes them."""
+        taken = [0] * len(self.worker_ranges)
         for number, size in enumerate(self.batch_sizes):
-            worker = number % len(self.lanes)
-            yield Ticket(epoch, self.lanes[worker], taken[worker], size)
+            worker = number % len(self.worker_ranges)
+            yield BatchRequest(epoch, self.worker_ranges[worker], taken[worker], size)
             taken[worker] += size
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Ranks, workers and batch size that a line is dealt to."""
+class Partition:
+    """The ranks, workers and batch size into which an epoch's order is divided."""
 
     world: int
     batch_size: int
+    """Samples in a batch of one rank."""
     num_workers: int
+    """Workers of each rank; 1 where the main process itself reads."""
 
     @property
     def global_batch(self) -> int:
+        """The number of samples in the batches of all ranks together."""
         return self.world * self.batch_size
 
-    def _lane_sizes(self, batch_sizes: tuple[int, ...]) -> list[int]:
+    def _range_sizes(self, batch_sizes: tuple[int, ...]) -> list[int]:
+        """The number of positions that each worker of a rank reads for these batches."""
         return [sum(batch_sizes[worker :: self.num_workers]) for worker in range(self.num_workers)]
 
-    def _share(self, stretches: Stretches, batch_sizes: tuple[int, ...]) -> Share:
-        return Share(tuple(cut(stretches, self._lane_sizes(batch_sizes))), batch_sizes)
+    def _rank_share(self, spans: Spans, batch_sizes: tuple[int, ...]) -> RankShare:
+        return RankShare(tuple(cut(spans, self._range_sizes(batch_sizes))), batch_sizes)
 
-    def epoch(self, num_samples: int, remainder: Remainder, num_accumulated: int = 1) -> Stretches:
-        """The line of an epoch, shortened or prolonged from its start to a whole number of steps.
+    def epoch(self, num_samples: int, remainder: Remainder, num_accumulated: int = 1) -> Spans:
+        """The positions of an epoch, with its end dropped or its start repeated so that it has only whole steps.
 
         A step has `num_accumulated` global batches.
         """
         if num_samples == 0:
             return ()
-        return _filled((Stretch(0, num_samples),), self.global_batch * num_accumulated, remainder, num_samples)
+        return _filled((Span(0, num_samples),), self.global_batch * num_accumulated, remainder, num_samples)
 
-    def rest(self, left: Stretches, whole: Stretches, remainder: Remainder, num_samples: int) -> Stretches:
-        """What other ranks left of an epoch, in whole global batches of these; no more than the `whole` line has."""
+    def rest(self, left: Spans, whole: Spans, remainder: Remainder, num_samples: int) -> Spans:
+        """What another partition left of an epoch, in whole global batches of this one.
+
+        It is never more than this partition's `whole` epoch has, as Lightning knows the length of an epoch beforehand.
+        """
         filled = _filled(left, self.global_batch, remainder, num_samples)
         return cut(filled, [min(num_positions(filled), num_positions(whole))])[0]
 
-    def num_batches(self, stretches: Stretches) -> int:
-        """Batches that each rank has of a line of whole global batches."""
-        return num_positions(stretches) // self.global_batch
+    def num_batches(self, spans: Spans) -> int:
+        """The number of batches that each rank has of spans of whole global batches."""
+        return num_positions(spans) // self.global_batch
 
-    def train(self, stretches: Stretches, rank: int) -> Share:
-        """A rank's share of a line of whole global batches: as many batches on every rank."""
-        num_batches = self.num_batches(stretches)
+    def train(self, spans: Spans, rank: int) -> RankShare:
+        """A rank's share of spans of whole global batches: every rank has the same number of full batches."""
+        num_batches = self.num_batches(spans)
         size = num_batches * self.batch_size
-        return self._share(cut(stretches, [rank * size, size])[1], (self.batch_size,) * num_batches)
+        return self._rank_share(cut(spans, [rank * size, size])[1], (self.batch_size,) * num_batches)
 
-    def evaluation(self, num_samples: int, rank: int) -> Share:
-        """A rank's share of all samples, each once.
+    def evaluation(self, num_samples: int, rank: int) -> RankShare:
+        """A rank's share of all samples, each of which one rank reads once.
 
-        Every rank has as many batches, so that nothing waits for ever that runs once a batch. To that end the batches
-        of a rank are of equal size, give or take one sample. Batches of one sample cannot be evened out: with
-        batch_size=1 some ranks may have one batch less.
+        Every rank has the same number of batches, because a collective after each batch would otherwise wait for ever.
+        To that end the batches of a rank differ in size by at most one sample. Batches of one sample cannot be evened
+        out: with batch_size=1 some ranks may have one batch less.
         """
         size, num_larger = divmod(num_samples, self.world)
         start = rank * size + min(rank, num_larger)
         size += rank < num_larger
         num_batches = min(size, -(-num_samples // self.global_batch))
         batch_sizes = tuple((size + number) // num_batches for number in range(num_batches))
-        return self._share((Stretch(start, start + size),), batch_sizes)
+        return self._rank_share((Span(start, start + size),), batch_sizes)
 
-    def left(self, stretches: Stretches, num_batches: int) -> Stretches:
-        """What is left of a line after every rank has had `num_batches`.
+    def left(self, spans: Spans, num_batches: int) -> Spans:
+        """What is left of spans after every rank has had `num_batches` of them.
 
-        The lane that is next comes first: dealt again to as many ranks and workers, what is left gives the very batches
-        that would have followed.
+        The rest of the range of the worker whose batch comes next stands first. The same partition then divides what is
+        left into the very batches that would have followed, in the same order.
         """
-        sizes = (self.batch_size,) * self.num_batches(stretches)
-        lane_sizes = self._lane_sizes(sizes)
-        taken = self._lane_sizes(sizes[:num_batches])
-        lanes = cut(stretches, lane_sizes * self.world)
-        in_turn = [(num_batches + turn) % self.num_workers for turn in range(self.num_workers)]
+        sizes = (self.batch_size,) * self.num_batches(spans)
+        range_sizes = self._range_sizes(sizes)
+        taken = self._range_sizes(sizes[:num_batches])
+        worker_ranges = cut(spans, range_sizes * self.world)
+        workers = [(num_batches + offset) % self.num_workers for offset in range(self.num_workers)]
         return joined(
-            stretch
+            span
             for rank in range(self.world)
-            for worker in in_turn
-            for stretch in cut(
-                lanes[rank * self.num_workers + worker], [taken[worker], lane_sizes[worker] - taken[worker]]
+            for worker in workers
+            for span in cut(
+                worker_ranges[rank * self.num_workers + worker], [taken[worker], range_sizes[worker] - taken[worker]]
             )[1]
         )
 
 
-def _filled(stretches: Stretches, size: int, remainder: Remainder, num_samples: int) -> Stretches:
-    """A whole number of parts of a size: what is over is dropped, or the part filled from the start of the line."""
-    num_whole, num_over = divmod(num_positions(stretches), size)
+def _filled(spans: Spans, size: int, remainder: Remainder, num_samples: int) -> Spans:
+    """Spans in whole parts of a size: the last, incomplete part is dropped or filled from the start of the order."""
+    num_whole, num_over = divmod(num_positions(spans), size)
     if remainder == "drop":
-        return cut(stretches, [num_whole * size])[0]
+        return cut(spans, [num_whole * size])[0]
+    # A part may be larger than the whole epoch, which is then repeated several times.
     laps, missing = divmod(-num_over % size, num_samples)
-    return joined([*stretches, *[Stretch(0, num_samples)] * laps, Stretch(0, missing)])
+    return joined([*spans, *[Span(0, num_samples)] * laps, Span(0, missing)])

@@ -7,40 +7,45 @@ from itertools import islice, tee
 from operator import attrgetter
 
 from lightning_fourmin.data.index import Split
-from lightning_fourmin.data.order import Line, Place, Stretches, cut, num_positions
+from lightning_fourmin.data.order import EpochOrder, Place, Spans, cut, num_positions
 from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.data.tar import TarCursor
 from lightning_fourmin.data.urls import is_url, joined_location, open_source
 from lightning_fourmin.errors import ShardError
 
 Samples = Generator[Sample | ShardError, None, None]
+"""Samples in the order that was asked for. What cannot be read comes as the error, in the place of the sample."""
 
 
-def stream_lane(split: Split, folder: str, line: Line, lane: Stretches, first: int) -> Samples:
-    """The samples of a lane from its `first` on, in the order of the line; what cannot be read comes as the error.
+def stream_range(split: Split, folder: str, order: EpochOrder, worker_range: Spans, first: int) -> Samples:
+    """The samples of a worker range from position `first` of it on, in the epoch's order.
 
-    Shards are read from end to end, ahead of the line by a window: for each sample that is handed out another is read.
+    Shards are read from end to end while samples are handed out shuffled, so samples are held from their reading until
+    their turn. At the start of the stream up to a window of them is read; from then on one more is read for each that
+    is handed out, which spreads the reading evenly over the batches. At most about one window is held, undecoded.
     """
-    rest = cut(lane, [first, num_positions(lane) - first])[1]
+    rest = cut(worker_range, [first, num_positions(worker_range) - first])[1]
     with closing(_OpenShard(split, folder)) as shards:
-        windows, ahead = tee(map(line.places, line.by_window(rest)))
+        # The places of each window are needed twice: as they are handed out, and sorted as they are read.
+        windows, ahead = tee(map(order.places, order.by_window(rest)))
+        # With remainder="wrap" a place may come twice in a range, so the number of the window is part of its key.
         reads = (
-            ((number, place.turn), shards.read(place))
+            ((number, place.read_order), shards.read(place))
             for number, places in enumerate(ahead)
-            for place in sorted(places, key=attrgetter("turn"))
+            for place in sorted(places, key=attrgetter("read_order"))
         )
         held: dict[tuple[int, int], Sample | ShardError] = {}
         for number, places in enumerate(windows):
             for place in places:
-                while (number, place.turn) not in held:
+                while (number, place.read_order) not in held:
                     held.update([next(reads)])
-                sample = held.pop((number, place.turn))
+                sample = held.pop((number, place.read_order))
                 held.update(islice(reads, 1))
                 yield sample
 
 
 class _OpenShard:
-    """Reads samples at places that mostly follow each other; one shard is open at a time."""
+    """Reads samples at places that mostly follow each other, with one shard open at a time."""
 
     def __init__(self, split: Split, folder: str) -> None:
         self._split = split
@@ -49,12 +54,15 @@ class _OpenShard:
         self._cursor: TarCursor | ShardError | None = None
 
     def close(self) -> None:
+        """Closes the shard that is open."""
         if isinstance(self._cursor, TarCursor):
             self._cursor.close()
 
     def read(self, place: Place) -> Sample | ShardError:
+        """The sample at a place, or the error that says why it cannot be read."""
         cursor = self._cursor
-        if self._shard != place.shard or (isinstance(cursor, TarCursor) and cursor.position > place.position):
+        # A cursor goes forwards only. The next place lies behind it where two spans share a window, or after a wrap.
+        if self._shard != place.shard or (isinstance(cursor, TarCursor) and cursor.position > place.in_shard):
             self.close()
             self._shard = place.shard
             cursor = self._cursor = self._open(place.shard)
@@ -62,7 +70,7 @@ class _OpenShard:
             assert cursor is not None
             return cursor
         try:
-            return cursor.read(place.position, place.number)
+            return cursor.read(place.in_shard, place.number)
         except ShardError as error:
             return error
 

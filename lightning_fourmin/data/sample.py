@@ -12,11 +12,6 @@ from numpy.typing import NDArray
 from lightning_fourmin.errors import ShardError
 
 
-def _printable(text: str) -> str:
-    """Names in a shard may hold what a terminal obeys and a log file refuses."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 @dataclass(frozen=True)
 class Member:
     """One file of a sample."""

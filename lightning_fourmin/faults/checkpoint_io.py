@@ -6,16 +6,19 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_fourmin._lightning import WrappingCheckpointIO
 from lightning_fourmin.errors import CheckpointError
 
 PART = ".fourmin-part"
@@ -37,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if not _is_local_file_protocol(path) or storage_options is not None:
+        if not _is_local(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         # In memory first: torch.save hides the reason when a write fails.
@@ -62,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         refusal = CheckpointError(
             f"{path} is not a whole checkpoint: cut short, damaged, or another kind of file; resume from another"
         )
-        if _is_local_file_protocol(path) and not _is_whole(_local(path)):
+        if _is_local(path) and not _is_whole(_local(path)):
             if _is_of_old_format(_local(path)):
                 raise CheckpointError(
                     f"{path} is in torch's format of before 1.6, which has no checksums: load it with torch.load, save "
@@ -81,6 +84,44 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from None
 
 
+def whole_files(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
+    """What a strategy saves with: `AtomicCheckpointIO`, unless a plugin of the user's saves in another way."""
+    if checkpoint_io is None:
+        return AtomicCheckpointIO()
+    if isinstance(checkpoint_io, WrappingCheckpointIO):
+        checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+    return checkpoint_io
+
+
+@contextmanager
+def all_ranks_hear(broadcast: Callable[[str | None], str | None]) -> Iterator[None]:
+    """A save by rank 0 that fails ends all ranks with its reason, where the others would wait for rank 0.
+
+    `broadcast` gives the value of rank 0 to all ranks.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    reason = broadcast(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if reason is not None:
+        raise CheckpointError(reason)
+
+
+@contextmanager
+def naming_other_models(path: str | Path | None) -> Iterator[None]:
+    """Where the state dict that is loaded does not fit the module, the error names the file and what differs."""
+    try:
+        yield
+    except RuntimeError as error:
+        _, *details = f"{error}\n".splitlines()
+        reason = shorten(" ".join(details) or str(error), 200, placeholder=" ...")
+        raise CheckpointError(f"{path} was saved by another model: {reason}") from error
+
+
 def check_checkpoint(path: Path) -> None:
     """CheckpointError unless a Trainer can go on from the file; reads every byte of it, but keeps none."""
 
@@ -97,8 +138,13 @@ def refuse_foreign(checkpoint: Any, path: str | Path) -> None:
         raise CheckpointError(f"{path} was not saved by a Trainer: it has no state_dict; resume from another")
 
 
+def _is_local(path: str | Path) -> bool:
+    """Whether the path is none of an address such as s3://."""
+    return bool(get_protocol(str(path)) == "file")
+
+
 def _local(path: str | Path) -> Path:
-    return Path(get_filesystem(path)._strip_protocol(str(path)))
+    return Path(url_to_fs(str(path))[1])
 
 
 def _is_whole(path: Path) -> bool:

@@ -1,31 +1,42 @@
-"""Lightning's launcher of scripts, with time for ranks to say which of them is gone, and no rank that stays behind."""
+"""Lightning's launcher of scripts, with time for ranks to say which of them is gone, and no rank that stays behind.
+
+launcher (rank 0)  starts rank 1 ... N, gives them its process id and the path of a status file in memory
+                   status file: "c" while it is in a call of a Trainer, "d" when a call has ended well
+rank 1 ... N       a thread looks whether the launcher is still the parent; if it has gone in the middle of a call,
+                   the rank ends, too, after `GRACE_S`
+"""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_fourmin._lightning import ChildProcessObserver, SubprocessScriptLauncher, set_num_threads_if_needed
 from lightning_fourmin.files import file_in_memory
 
-_CALLED, _DONE = b"c", b"d"
 GRACE_S = 8.0
 """How long ranks may take to end by themselves."""
 POLL_S = 0.5
-LAUNCHER_PID, LAUNCHER_NOTE = "FOURMIN_LAUNCHER_PID", "FOURMIN_LAUNCHER_NOTE"
-"""Variables: the process that started the ranks, and a file in memory that says whether it is in a Trainer's call."""
+LAUNCHER_PID, LAUNCHER_STATUS = "FOURMIN_LAUNCHER_PID", "FOURMIN_LAUNCHER_NOTE"
+"""Variables of the ranks that a launcher has started: its process, and the path of its status file."""
+_IN_CALL, _ENDED_WELL = b"c", b"d"
 
 
-class PatientLauncher(_SubprocessScriptLauncher):
-    """Starts ranks as Lightning does; when one has died the others may have their say before they are killed."""
+class PatientLauncher(SubprocessScriptLauncher):
+    """Starts ranks as Lightning does; when one has died the others may say so before they are killed."""
+
+    _status: ClassVar[tuple[int, int] | None] = None
+    """The process that has started ranks and the descriptor of its status file; None in any other process.
+
+    Not of the instance: each Trainer of a script has a launcher, and only the first of them starts the ranks.
+    """
 
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
@@ -39,17 +50,38 @@ class PatientLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            os.environ[LAUNCHER_PID] = str(os.getpid())
-            if (note := file_in_memory("fourmin-launcher")) is not None:
-                os.environ[LAUNCHER_NOTE] = f"/proc/{os.getpid()}/fd/{note}"
-            self._call_children_scripts()
-            _PatientObserver(os.getpid(), self.procs, sleep_period=1).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        with _ended_with_launcher():
+            self._start_ranks()
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        with self._ended_with_launcher():
             return function(*args, **kwargs)
 
+    def _start_ranks(self) -> None:
+        variables = {LAUNCHER_PID: str(os.getpid())}
+        if (file := file_in_memory("fourmin-launcher")) is not None:
+            PatientLauncher._status = os.getpid(), file
+            variables[LAUNCHER_STATUS] = f"/proc/{os.getpid()}/fd/{file}"
+        with _variables(variables):
+            self._call_children_scripts()
+        _PatientObserver(os.getpid(), self.procs, sleep_period=1).start()
 
-class _PatientObserver(_ChildProcessObserver):
+    @contextmanager
+    def _ended_with_launcher(self) -> Iterator[None]:
+        """Ends a rank soon after its launcher was lost, also where it waits to meet the others for half an hour.
+
+        A launcher that has ended its own part of the call is not lost: others may take longer to predict or test.
+        """
+        if self._status is not None and self._status[0] == os.getpid():
+            os.pwrite(self._status[1], _IN_CALL, 0)
+            yield
+            os.pwrite(self._status[1], _ENDED_WELL, 0)
+        elif os.environ.get(LAUNCHER_PID) == str(os.getppid()):
+            with _watch_of_launcher():
+                yield
+        else:
+            yield
+
+
+class _PatientObserver(ChildProcessObserver):
     @override
     def _terminate_all(self) -> None:
         time.sleep(GRACE_S)
@@ -57,31 +89,14 @@ class _PatientObserver(_ChildProcessObserver):
 
 
 @contextmanager
-def _ended_with_launcher() -> Iterator[None]:
-    """A rank whose launcher was lost ends soon after, also where it waits to meet the others for half an hour.
-
-    A launcher that has ended its own part of the call is not lost: others may take longer to predict or test.
-    """
-    launcher, started_by = str(os.getppid()), os.environ.get(LAUNCHER_PID)
-    note = _opened_note() if started_by in (launcher, str(os.getpid())) else None
-    if started_by != launcher:
-        if note is None:
-            yield
-            return
-        os.pwrite(note, _CALLED, 0)
-        try:
-            yield
-            os.pwrite(note, _DONE, 0)
-        finally:
-            os.close(note)
-        return
-    done = threading.Event()
+def _watch_of_launcher() -> Iterator[None]:
+    launcher, status, done = os.getppid(), _opened_status(), threading.Event()
 
     def watch() -> None:
         while not done.wait(POLL_S):
-            if str(os.getppid()) == launcher:
+            if os.getppid() == launcher:
                 continue
-            if note is not None and os.pread(note, 1, 0) == _DONE:
+            if status is not None and os.pread(status, 1, 0) == _ENDED_WELL:
                 return
             if not done.wait(GRACE_S):
                 os._exit(1)
@@ -93,18 +108,32 @@ def _ended_with_launcher() -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        if note is not None:
-            os.close(note)
+        if status is not None:
+            os.close(status)
 
 
-def _opened_note() -> int | None:
+def _opened_status() -> int | None:
     with suppress(KeyError, OSError):
-        return os.open(os.environ[LAUNCHER_NOTE], os.O_RDWR)
+        return os.open(os.environ[LAUNCHER_STATUS], os.O_RDONLY)
     return None
 
 
-def _in_hydra_multirun() -> bool:
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
+@contextmanager
+def _variables(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables for the processes that are started meanwhile, and takes them back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+def _in_hydra_multirun() -> bool:
+    # Looked up and not imported: Hydra may not be installed, and whoever runs under it has imported it.
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    return hydra is not None and hydra.HydraConfig.initialized() and hydra.HydraConfig.get().mode.name == "MULTIRUN"

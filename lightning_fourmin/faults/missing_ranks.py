@@ -1,36 +1,61 @@
-"""Finds out which rank is gone: the first rank that meets an error calls the roll, and all ranks learn the answer.
+"""Which ranks are missing: while a phase of an all-reduce waits for long, and after an error of any rank.
 
-    rank 0   meets an error, rings at every rank      a backend names an address at best, and a rank that leaves because
-    rank 1   hears it: here                           of an error closes its connections, so later ones would blame it:
-    rank 2   -                                        what the first roll call finds is what all ranks say
-    rank 3   hears it: here
+Both questions are answered by one board in the store of the process group and one helper thread in each rank:
 
-Nothing is sent before that: a thread of each rank waits for its own bell in the store of the process group.
+             waits                             left   here   heard       alarm: yes
+    rank 0   "4 bucket 7, phase scatter ..."          yes    yes         verdict: rank 3 is gone: killed, ...
+    rank 1   "4 bucket 7, phase scatter ..."          yes    yes
+    rank 2   "3 bucket 7, phase gather ..."           yes
+    rank 3
+
+*Who has not arrived?* A rank that waits for long posts what it waits for, again and again, each time with a larger
+number. A rank that has posted nothing is one that the others wait for; one whose post stays the same was stopped while
+it waited. Nothing is posted as long as no wait is long. On CUDA the host waits for no phase: there NCCL's own watchdog
+is the one that speaks.
+
+*Who is gone?* An error of the backend names an address at best, and a rank that leaves because of an error closes its
+connections, so that later ranks would blame that one. So the first rank that meets an error raises the alarm, and the
+helper thread of each rank answers "here", whatever its rank computes. Ranks that do not answer are gone. The first
+finding is the verdict, and what all ranks report; where a rank has failed by itself, its error is the verdict.
 """
 
+import atexit
+import logging
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from lightning_fourmin.allreduce.broadcast_object import gathered
+from lightning_fourmin._lightning import get_default_store
 from lightning_fourmin.errors import LostRankError
-from lightning_fourmin.faults.own_store import own_store
+from lightning_fourmin.text import rank_list
 
+log = logging.getLogger(__name__)
+
+V = TypeVar("V")
+LISTEN_S = 0.25
+"""How often the helper thread looks for an alarm."""
+LOOK_S = 1.0
+"""How often it looks at the waits of its rank; four times within the limit of the warnings where that is shorter."""
+UNCHANGED_FOR = 4
+"""Looks within which a rank that waits posts again, however busy its machine is."""
+POLL_S = 0.05
+"""How often the board is read after an alarm."""
 ANSWER_S = 2.0
-"""How long a rank may take to answer: a thread does it, whatever the rank computes."""
+"""How long a rank may take to answer an alarm: its helper thread does it, whatever the rank computes."""
 HEARD_S = 2.0
 """How long a rank that leaves waits for the others to hear why: the store may leave with it."""
 SAME_FAULT_S = 1.0
 """How long a rank that hears of a fault may take to meet it itself: an error that all ranks raise stays their own."""
-LIMIT_S = ANSWER_S + HEARD_S + 2.0
-POLL_S = 0.02
-LONGEST_WAIT = timedelta(days=1)
-"""Then the thread waits again."""
+STORE_ANSWER_S = 5.0
+"""How long the store may take to answer a question."""
+_COLUMNS = ("waits", "left", "here", "heard")
 _BACKEND = re.compile(r"gloo/|NCCL|c10d|TCPStore")
 """Marks of the backends. A connection that was refused or broken may by itself be that of a rank's own data."""
 _STORE_GONE = (
@@ -39,110 +64,315 @@ _STORE_GONE = (
 )
 
 
-class RollCall:
-    """This rank's part in roll calls, from the start of a run to its end."""
+class Wait(NamedTuple):
+    """Something that this rank is doing, which may be waiting for another rank."""
 
-    def __init__(self, when_known: Callable[[LostRankError], None]) -> None:
-        """Made by all ranks together; `when_known` is called in a thread when others have found a fault."""
-        self._when_known = when_known
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._store = own_store("roll_call")
-        # Ranks that did not fail together have made different numbers of these.
-        self._number = max(gathered(self._store.add(f"made/{self._rank}", 1)))
+    since_s: float
+    """When it began, on the monotonic clock."""
+    what: str
+    missing_rank: int | None
+    """The rank that it waits for; None where that is not known."""
+
+
+class Waiter(Protocol):
+    """What waits for other ranks, such as the engine. The helper thread calls both methods."""
+
+    def waits(self) -> list[Wait]:
+        """What it is doing now."""
+
+    def fail(self, error: LostRankError) -> None:
+        """Ends all waits: a rank is gone, and this one shall not wait for others that wait for it."""
+
+
+class MissingRanks:
+    """This rank's part in finding missing ranks, from the moment when the ranks have met to the end of the run.
+
+    The strategy makes it together with those of all ranks, lets it `watch` the engine, has it `explain` the error that
+    ends the run, and closes it. An engine works without it as well, and warns of nothing then.
+
+    Threads: the helper thread looks at the waits, warns, posts, and answers alarms. The main thread calls `explain`,
+    and a thread of the engine calls `explain_wait` when its wait has ended with an error. All of them reach the store
+    through `_Board`, which bounds every question: a store whose host is stopped holds up nobody. The helper thread is a
+    daemon, and it is closed at the exit of the interpreter as well, since a run may end without a teardown: a thread
+    that comes back from C++ while the interpreter goes down aborts the process.
+
+    Args:
+        stall_warning_s: seconds; a wait that takes longer is warned of once, with the ranks that have not arrived.
+            None: no warnings.
+    """
+
+    def __init__(self, stall_warning_s: float | None = None) -> None:
+        self._limit_s = stall_warning_s
+        self._look_s = LOOK_S if stall_warning_s is None else min(LOOK_S, stall_warning_s / 4)
+        self._board = _Board()
+        self._waiter: Waiter | None = None
         self._verdict: str | None = None
-        self._closed = self._store_is_silent = False
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._attend, name="fourmin-roll-call", daemon=True)
+        """What was found out, set by whichever thread is the first to know."""
+        self._left = False
+        """A wait has ended with an error: from then on the post of this rank stays as it is."""
+        self._leaving, self._stop = threading.Event(), threading.Event()
+        # These belong to the helper thread.
+        self._num_posts, self._is_posted = 0, False
+        self._arrivals: dict[tuple[float, str], _Arrivals] = {}
+        self._warned: set[tuple[float, str]] = set()
+        self._told: Waiter | None = None
+        self._alarm_s: float | None = None
+        self._verdict_s: float | None = None
+        self._thread = threading.Thread(target=self._help, name="fourmin-missing-ranks", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
+
+    def watch(self, waiter: Waiter) -> None:
+        """Looks at what `waiter` waits for from now on, and ends its waits when a rank is gone."""
+        self._waiter = waiter
+
+    def forget(self, waiter: Waiter) -> None:
+        """Ends what `watch` has begun."""
+        if self._waiter is waiter:
+            self._waiter = None
 
     def close(self) -> None:
-        self._closed = True
+        """Ends the helper thread; it is left behind where it waits for a store that does not answer."""
+        atexit.unregister(self.close)
         self._leaving.set()
-        if self._store_is_silent:
-            return  # a thread that waits for an answer holds the connection, and would have this one wait for it
-        with suppress(dist.DistError):
-            self._store.set(self._key("ring", self._rank), "")
+        self._stop.set()
         self._thread.join(timeout=1.0)
+
+    def explain_wait(self, wait: Wait) -> str | None:
+        """Who had not arrived, for a wait that ends with an error; None if it was too short for others to post."""
+        if self._limit_s is None or time.monotonic() - wait.since_s < 3 * self._look_s:
+            return None
+        self._left = True
+        with suppress(dist.DistError, _SilentStoreError):
+            # The others shall not take a post that stays the same for that of a rank that is stopped.
+            self._board.post("left", "yes")
+        arrivals = _Arrivals(self._board, wait)
+        while (found := arrivals.look()) is None:
+            time.sleep(self._look_s)
+        return found
 
     def explain(self, error: BaseException) -> None:
         """Puts the rank at fault into the text of an error that other ranks caused, and tells them of any other."""
         self._leaving.set()
         lost = isinstance(error, LostRankError | dist.DistError) or _BACKEND.search(str(error)) is not None
-        own = None if lost else f"rank {self._rank} failed: {type(error).__name__}: {error}"
-        # The store's host may be stopped, and then its clients wait without end: in a thread of its own.
-        thread = threading.Thread(target=self._investigate, args=(own,), name="fourmin-roll-call-asks", daemon=True)
-        thread.start()
-        thread.join(LIMIT_S)
-        self._store_is_silent = thread.is_alive()
-        verdict = self._verdict or (_STORE_GONE if self._store_is_silent else None)
-        if lost and verdict is not None:
-            met = "" if str(error) == verdict else f" [{error}]"
-            error.args = (f"{verdict}; resume from the last checkpoint{met}",)
-
-    def _investigate(self, own: str | None) -> None:
+        own = None if lost else f"rank {self._board.rank} failed: {type(error).__name__}: {error}"
         try:
-            for rank in range(self._num_ranks):
-                self._store.set(self._key("ring", rank), "")
-            found = own or self._missing()
-            if self._verdict is None and found is not None:
-                self._verdict = self._store.compare_set(self._key("verdict"), "", found).decode()
-            if self._verdict is not None:
-                self._wait_until_heard()
-        except dist.DistError:
+            self._raise_alarm(own)
+        except (dist.DistError, _SilentStoreError):
             self._verdict = self._verdict or _STORE_GONE
+        if lost and self._verdict is not None:
+            met = "" if str(error) == self._verdict else f" [{error}]"
+            error.args = (f"{self._verdict}; resume from the last checkpoint{met}",)
 
-    def _missing(self) -> str | None:
-        """Who does not answer; None if all do or somebody has found out already."""
-        missing = list(range(self._num_ranks))
-        deadline = time.monotonic() + ANSWER_S
-        while missing and time.monotonic() < deadline:
-            if self._verdict is not None:
+    def _raise_alarm(self, own: str | None) -> None:
+        """Finds the verdict, and waits until the other ranks have heard it."""
+        answers_due_s = time.monotonic() + ANSWER_S
+        self._board.raise_alarm()
+        found = own or self._who_is_gone(answers_due_s)
+        if self._verdict is None and found is not None:
+            self._verdict = self._board.agree_on(found)
+        deadline_s = time.monotonic() + HEARD_S
+        while self._verdict is not None and (now_s := time.monotonic()) < deadline_s:
+            answers = self._board.columns("here", "heard")
+            # A rank that has not answered may do so until the answers are due.
+            if all(heard or (not here and now_s > answers_due_s) for here, heard in answers):
+                return
+            time.sleep(POLL_S)
+
+    def _who_is_gone(self, answers_due_s: float) -> str | None:
+        """The ranks that do not answer; None if all do, or if somebody has found out already."""
+        while self._verdict is None:
+            answers = enumerate(self._board.columns("here"))
+            missing = [rank for rank, (here,) in answers if not here and rank != self._board.rank]
+            if not missing:
                 return None
-            missing = [rank for rank in missing if not self._store.check([self._key("here", rank)])]
+            if time.monotonic() > answers_due_s:
+                verb = "is" if len(missing) == 1 else "are"
+                return f"{rank_list(missing)} {verb} gone: killed, stopped, or on a machine that does not answer"
             time.sleep(POLL_S)
-        if not missing:
-            return None
-        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
-        return f"{who} gone: killed, stopped, or on a machine that does not answer"
+        return None
 
-    def _wait_until_heard(self) -> None:
-        deadline = time.monotonic() + HEARD_S
-        while time.monotonic() < deadline:
-            present = [rank for rank in range(self._num_ranks) if self._store.check([self._key("here", rank)])]
-            if self._store.check([self._key("heard", rank) for rank in present]):
-                return
-            time.sleep(POLL_S)
+    def _help(self) -> None:
+        """The life of the helper thread: only this and what it calls below runs there."""
+        idle_s, next_look_s = min(LISTEN_S, self._look_s), 0.0
+        pause_s = idle_s
+        while not self._stop.wait(pause_s):
+            now_s = time.monotonic()
+            if now_s >= next_look_s:
+                next_look_s = now_s + self._look_s
+                self._look_at_waits(now_s)
+            if self._verdict_s is None:
+                self._listen(now_s)
+            elif now_s - self._verdict_s > SAME_FAULT_S:
+                self._pass_on_verdict()
+            is_urgent = self._alarm_s is not None and now_s - self._alarm_s < ANSWER_S + HEARD_S
+            pause_s = POLL_S if is_urgent and self._verdict_s is None else idle_s
 
-    def _attend(self) -> None:
-        """The life of the thread: waits for the bell, answers, and keeps what was found."""
+    def _look_at_waits(self, now_s: float) -> None:
+        """Posts the first wait that is long, and warns of those that are too long."""
+        waiter = self._waiter
+        if waiter is None or self._limit_s is None:
+            return
+        waits = waiter.waits()
+        self._post(next((wait.what for wait in waits if now_s - wait.since_s > self._look_s), ""))
+        present = {wait[:2] for wait in waits}
+        self._warned &= present
+        self._arrivals = {key: arrivals for key, arrivals in self._arrivals.items() if key in present}
+        for wait in waits:
+            if now_s - wait.since_s <= self._limit_s or wait[:2] in self._warned:
+                continue
+            who = self._arrivals.setdefault(wait[:2], _Arrivals(self._board, wait)).look()
+            if who is not None:
+                self._warned.add(wait[:2])
+                log.warning("%s has waited for more than %g s; %s", wait.what, self._limit_s, who)
+
+    def _post(self, what: str) -> None:
+        """Posts again and again as long as something waits, and once more when nothing does."""
+        if self._left or not (what or self._is_posted):
+            return
+        self._num_posts += 1
+        with suppress(dist.DistError, _SilentStoreError):
+            self._board.post("waits", f"{self._num_posts} {what}" if what else "")
+            self._is_posted = bool(what)
+
+    def _listen(self, now_s: float) -> None:
+        """Answers an alarm, and keeps the verdict."""
         try:
-            store = own_store("roll_call")
-            self._wait_for_ring(store)
-            if self._closed:
-                return
-            store.set(self._key("here", self._rank), "")
-            deadline = time.monotonic() + LIMIT_S
-            while not store.check([self._key("verdict")]):
-                if self._closed or time.monotonic() > deadline:
-                    return  # nobody was found to be missing
-                time.sleep(POLL_S)
-            self._verdict = store.get(self._key("verdict")).decode()
-            store.set(self._key("heard", self._rank), "")
+            alarm, verdict = self._board.alarm()
+            if alarm and self._alarm_s is None:
+                self._board.post("here", "yes")
+                self._alarm_s = now_s
+            if verdict:
+                self._board.post("heard", "yes")
+                self._verdict, self._verdict_s = verdict, now_s
         except dist.DistError:
-            self._verdict = self._verdict or _STORE_GONE
-        if not self._leaving.wait(SAME_FAULT_S):
-            self._when_known(LostRankError(self._verdict))
+            self._verdict, self._verdict_s = self._verdict or _STORE_GONE, now_s
+        except _SilentStoreError:
+            pass
 
-    def _wait_for_ring(self, store: dist.Store) -> None:
-        ring = [self._key("ring", self._rank)]
-        while True:
+    def _pass_on_verdict(self) -> None:
+        """Ends the waits of a rank that has not met the fault itself."""
+        waiter = self._waiter
+        if waiter is not None and waiter is not self._told and not self._leaving.is_set():
+            self._told = waiter
+            waiter.fail(LostRankError(self._verdict))
+
+
+class _Arrivals:
+    """Who has arrived at one long wait. Posts may have to be compared with later ones, so it can take several looks."""
+
+    def __init__(self, board: "_Board", wait: Wait) -> None:
+        self._board, self._wait = board, wait
+        self._first: dict[int, tuple[str, ...]] = {}
+        self._num_looks = 0
+
+    def look(self) -> str | None:
+        """Who is missing, in words; None: that will take another look."""
+        self._num_looks += 1
+        if 1 < self._num_looks <= UNCHANGED_FOR:
+            return None
+        try:
+            columns = self._board.columns("waits", "left")
+        except (dist.DistError, _SilentStoreError):
+            rank = self._wait.missing_rank
+            direct = "another rank" if rank is None else f"rank {rank}"
+            return f"it waits for {direct}; the store, which knows about the others, does not answer"
+        posts = {rank: post for rank, post in enumerate(columns) if rank != self._board.rank}
+        if self._num_looks == 1:
+            self._first = posts
+            missing = [rank for rank, (waits, left) in posts.items() if not waits and not left]
+        else:
+            missing = [rank for rank, post in self._first.items() if posts[rank] == post and not post[1]]
+        if missing:
+            return f"not arrived: {rank_list(missing)} (slow, stopped or gone?)"
+        if self._num_looks == 1:
+            return None
+        told = "; ".join(f"rank {rank}: {waits.partition(' ')[2]}" for rank, (waits, _) in self._first.items())
+        return f"all ranks have arrived and wait, so look at the network ({told})"
+
+
+class _SilentStoreError(Exception):
+    """The store has not answered in time."""
+
+
+class _Board:
+    """What each rank says, in the store of the process group.
+
+    A client whose server is stopped waits without end: torch bounds none of its requests, and the one that it does
+    bound, `wait`, writes to stderr whenever its time is up. So each question is asked in a short-lived thread. One that
+    is not answered is left behind, and until it is answered after all nothing else is asked.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        # A name of its own: ranks that did not fail together have made different numbers of boards before this one.
+        name = [uuid.uuid4().hex]
+        self._store: dist.Store
+        if self.rank == 0:
+            # The empty board is there before anybody knows its name, so that no question waits for a key.
+            self._store = own_store(f"missing_ranks/{name[0]}")
+            fields = [f"{rank}/{column}" for rank in range(self._num_ranks) for column in _COLUMNS]
+            for key in (*fields, "alarm", "verdict"):
+                self._store.set(key, "")
+        dist.broadcast_object_list(name, src=0)
+        if self.rank != 0:
+            self._store = own_store(f"missing_ranks/{name[0]}")
+        self._unanswered: threading.Thread | None = None
+
+    def post(self, column: str, text: str) -> None:
+        """Fills in a field of this rank."""
+        self._ask(lambda: self._store.set(f"{self.rank}/{column}", text))
+
+    def columns(self, *columns: str) -> list[tuple[str, ...]]:
+        """These fields of each rank, in the order of ranks."""
+        keys = [f"{rank}/{column}" for rank in range(self._num_ranks) for column in columns]
+        fields = iter([field.decode() for field in self._ask(lambda: self._store.multi_get(keys))])
+        return list(zip(*[fields] * len(columns), strict=True))
+
+    def raise_alarm(self) -> None:
+        """Asks the helper threads of all ranks to answer."""
+        self._ask(lambda: self._store.set("alarm", "yes"))
+
+    def alarm(self) -> tuple[bool, str]:
+        """Whether there is an alarm, and the verdict, empty as long as there is none."""
+        alarm, verdict = self._ask(lambda: self._store.multi_get(["alarm", "verdict"]))
+        return bool(alarm), verdict.decode()
+
+    def agree_on(self, verdict: str) -> str:
+        """The verdict of all ranks: this one, or an earlier one."""
+        return self._ask(lambda: self._store.compare_set("verdict", "", verdict)).decode()
+
+    def _ask(self, question: Callable[[], V]) -> V:
+        answers: list[V] = []
+        errors: list[dist.DistError] = []
+
+        def ask() -> None:
             try:
-                store.wait(ring, LONGEST_WAIT)
-                return
-            except dist.DistStoreError:
-                # Nobody rang for all that time, or the store is gone: then this fails, too.
-                if store.check(ring):
-                    return
+                answers.append(question())
+            except dist.DistError as error:
+                errors.append(error)
 
-    def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._number, *parts)))
+        if self._unanswered is not None and self._unanswered.is_alive():
+            raise _SilentStoreError
+        thread = threading.Thread(target=ask, name="fourmin-store-question", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter exits, and starts no more threads
+            raise _SilentStoreError from None
+        thread.join(STORE_ANSWER_S)
+        if errors:
+            raise errors[0]
+        if not answers:
+            self._unanswered = thread
+            raise _SilentStoreError
+        return answers[0]
+
+
+def own_store(purpose: str) -> dist.Store:
+    """The store of the process group under keys of its own, by a connection of its own.
+
+    A connection that waits holds up nobody else's. Keys that are not there are waited for up to `STORE_ANSWER_S`.
+    """
+    store = get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=STORE_ANSWER_S))
+    return dist.PrefixStore(f"fourmin/{purpose}", store)

@@ -2,7 +2,7 @@
 
 torchrun keeps one store for all attempts. In it a new attempt would meet the addresses of processes that are gone, and
 the number of restarts cannot tell attempts apart: agents of different nodes count differently. So rank 0 draws a name
-for the attempt and tells it to those that call now:
+for the attempt and tells it to the ranks that call now:
 
     rank 1   call/1 = 8f3a                                     what earlier attempts have left gets an answer, too,
     rank 0            answer/8f3a = attempt 51d0               but nobody reads it
@@ -15,8 +15,12 @@ import os
 import time
 import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_fourmin._lightning import init_dist_connection
 
 POLL_S = 0.01
 
@@ -24,6 +28,13 @@ POLL_S = 0.01
 def shares_agents_store() -> bool:
     """Whether torchrun has started this process and keeps the store itself."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def join_group_of_attempt(environment: ClusterEnvironment, backend: str, timeout: timedelta, **kwargs: Any) -> None:
+    """Makes the default process group in the store of this attempt; `kwargs` go to `dist.init_process_group`."""
+    address, port = environment.main_address, environment.main_port
+    store = store_of_attempt(address, port, environment.global_rank(), environment.world_size(), timeout)
+    init_dist_connection(environment, backend, store=store, timeout=timeout, **kwargs)
 
 
 def store_of_attempt(address: str, port: int, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:

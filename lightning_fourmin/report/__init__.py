@@ -1,1 +1,1 @@
-"""What a run leaves behind and the page that shows it."""
+"""The pages of a run and of a sweep, drawn from what a run has written into its folder."""

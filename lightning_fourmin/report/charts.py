@@ -1,4 +1,8 @@
-"""One small chart: lines over the steps of a run, with what it leaves out said in words."""
+"""The small charts of a page: lines over the steps of a run, and milliseconds of the all-reduces by size.
+
+A chart is an SVG with HTML around it. Title and key stand above the picture, where they never lie over a curve; values
+that cannot be drawn are counted in a note below it. Axes are linear unless the caller asks for a logarithm.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,28 +10,44 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from lightning_fourmin.report.svg import INK, MUTED, SETTINGS, VARIABLES, to_svg
+from lightning_fourmin.allreduce.table import Row
 from lightning_fourmin.runs.metrics import Series
+from lightning_fourmin.runs.record import TableRecord
+from lightning_fourmin.svg import INK, MUTED, SERIES, VARIABLES, style, tick_label, to_svg
 from lightning_fourmin.text import plural
+from lightning_fourmin.tune.plot import algorithms_in, plot_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 372, 216
-"""In CSS pixels: about a column on a desk and the width of a phone, so that text has its size on both."""
+"""The size in CSS pixels: about a column on a desk and the width of a phone, so that text has its size on both."""
+LineStyle = Literal["line", "dashes", "dots"]
 
 
 @dataclass(frozen=True)
 class Line:
+    """A logged value as it is drawn."""
+
     label: str
     series: Series
     color: str = INK
-    style: Literal["line", "dashes", "dots"] = "line"
+    style: LineStyle = "line"
     in_key: bool = True
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of the key above a chart."""
+
+    label: str
+    color: str
+    style: LineStyle = "line"
 
     @property
     def css_color(self) -> str:
+        """The CSS variable of the colour."""
         return VARIABLES[self.color]
 
 
@@ -37,52 +57,62 @@ class Chart:
 
     title: str
     svg: str
-    lines: tuple[Line, ...] = ()
-    """For the key."""
+    keys: tuple[Key, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How values become heights."""
-
-    percent: bool = False
-    from_zero: bool = False
-    log_base: int | None = None
-
-
-LINEAR = Scale()
 
 
 def line_chart(
     name: str,
     title: str,
     lines: Sequence[Line],
-    scale: Scale = LINEAR,
+    *,
+    percent: bool = False,
+    from_zero: bool = False,
+    log_base: int | None = None,
     marked_steps: Sequence[int] = (),
 ) -> Chart | None:
-    """None if there is nothing to draw."""
+    """Values over the steps of a run; None if nothing was logged.
+
+    `percent` shows shares of 1 as percentages, `log_base` makes the vertical axis logarithmic, and each of
+    `marked_steps` gets a dotted line.
+    """
     lines = [line for line in lines if len(line.series.steps) or line.series.num_bad]
     if not lines:
         return None
-    notes = [_not_finite(line) for line in lines if line.series.num_bad]
-    import matplotlib
-
-    with matplotlib.rc_context(SETTINGS):
-        figure = small_figure()
+    keys = [Key(line.label, line.color, line.style) for line in lines if line.in_key]
+    with style():
+        figure = _small_figure()
         axes = figure.axes[0]
         for line in lines:
-            plot_line(axes, line)
+            _plot(axes, line)
         for step in marked_steps:
             axes.axvline(step, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
-        finish(axes, scale)
+        _set_ticks(axes, percent, log_base)
+        if from_zero:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel("step")
-        labels = ", ".join(line.label for line in lines if line.in_key)
-        svg = to_svg(figure, name, f"{title} over the steps of the run: {labels}")
-    return Chart(title, svg, tuple(lines), tuple(notes))
+        label = f"{title} over the steps of the run: {', '.join(key.label for key in keys)}"
+        svg = to_svg(figure, name, label)
+    return Chart(title, svg, tuple(keys), tuple(_not_finite(line) for line in lines if line.series.num_bad))
 
 
-def small_figure() -> "Figure":
+def table_chart(table: TableRecord) -> Chart | None:
+    """Milliseconds of each algorithm by size, a dot where it is the choice; None for a table without rows."""
+    if not table.rows:
+        return None
+    rows = [Row(row.num_bytes, row.milliseconds) for row in table.rows]
+    with style():
+        figure = _small_figure()
+        plot_rows(figure.axes[0], rows, [row.choice for row in table.rows])
+        figure.axes[0].set_xlabel("size on the wire")
+        svg = to_svg(figure, "table", "Milliseconds of each all-reduce algorithm by message size")
+    algorithms = algorithms_in(row.milliseconds for row in rows)
+    keys = [Key(name, color) for name, color in zip(algorithms, SERIES, strict=False)]
+    return Chart("Milliseconds by size", svg, tuple(keys), ("A dot marks the choice at that size.",))
+
+
+def _small_figure() -> "Figure":
+    """A figure of WIDTH x HEIGHT with margins that are the same in every chart, so that those in a row align."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
@@ -91,44 +121,34 @@ def small_figure() -> "Figure":
     return figure
 
 
-def plot_line(axes: "Axes", line: Line) -> None:
+def _plot(axes: "Axes", line: Line) -> None:
     series = line.series.thinned()
-    # A single point makes no line.
+    # A line needs two points.
     if line.style == "dots" or len(series.steps) == 1:
         axes.plot(series.steps, series.values, "o", color=line.color, ms=4.5, mew=0)
-        return
-    dashes = (0, (4, 3)) if line.style == "dashes" else "-"
-    axes.plot(series.steps, series.values, color=line.color, linestyle=dashes)
+    else:
+        dashes = (0, (4, 3)) if line.style == "dashes" else "-"
+        axes.plot(series.steps, series.values, color=line.color, linestyle=dashes)
 
 
-def finish(axes: "Axes", scale: Scale) -> None:
-    """Ticks that people can read, and the range."""
+def _set_ticks(axes: "Axes", percent: bool, log_base: int | None) -> None:
+    """At most five or six ticks a side, with labels as short as they can be."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    if scale.log_base:
-        axes.set_yscale("log", base=scale.log_base)
-        axes.yaxis.set_major_locator(LogLocator(scale.log_base, numticks=6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
+    if log_base:
+        axes.set_yscale("log", base=log_base)
+        axes.yaxis.set_major_locator(LogLocator(log_base, numticks=6))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    if scale.log_base == 2:
+    if log_base == 2:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"2^{np.log2(value):g}"))
-    elif scale.percent:
+    elif percent:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     else:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    if scale.from_zero:
-        axes.set_ylim(bottom=0)
-
-
-def tick(value: float) -> str:
-    """1500 as 1.5k."""
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:g}{letter}"
-    return f"{value:g}"
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
 
 
 def _not_finite(line: Line) -> str:

@@ -1,4 +1,9 @@
-"""Trust ratios of all layers at once: a row a layer, a column a stretch of steps, colour for the ratio."""
+"""The map of trust ratios: a row for each layer, a column for a range of steps, and a colour for the ratio.
+
+logged ratios of a layer   0.011 0.012 ..   0.020 0.021 ..      `metrics`
+mean logarithm by column   [   -4.47   ]    [   -3.89   ]       `_log_means`
+pixel                      [  viridis  ]    [  viridis  ]       a PNG in the page, stretched by CSS
+"""
 
 import base64
 import io
@@ -11,31 +16,39 @@ from lightning_fourmin.runs.metrics import Metrics, Series
 from lightning_fourmin.text import decimals
 
 PREFIX = "trust_ratio/"
-NUM_COLUMNS = 120
+MOST_COLUMNS = 120
 
 
 @dataclass(frozen=True)
 class Row:
+    """A layer and the texts beside its row of pixels."""
+
     name: str
     first: float
+    """The ratio that was logged first."""
     last: float
+    """The ratio that was logged last."""
 
 
 @dataclass(frozen=True)
 class HeatMap:
+    """The picture and what its frame says."""
+
     rows: tuple[Row, ...]
     picture: str
-    """A `data:` URL, one pixel a row and column."""
+    """A `data:` URL of a PNG with one pixel for each row and column."""
     colors: tuple[str, ...]
-    """From the least to the largest ratio, for the key."""
+    """The colours from the least to the largest ratio, for the key."""
     least: float
+    """The ratio of the first colour."""
     largest: float
+    """The ratio of the last colour."""
     first_step: int
     last_step: int
 
     @property
     def num_decimals(self) -> int:
-        """Enough for the least, the same for all: points stand below each other."""
+        """Decimals that suit the least ratio, for all ratios, so that their points stand below each other."""
         return min(max(decimals(self.least, 1), 2), 9)
 
     @property
@@ -45,7 +58,7 @@ class HeatMap:
 
 
 def trust_ratio_map(metrics: Metrics) -> HeatMap | None:
-    """None if no ratios were logged."""
+    """The map of what TrustRatioMonitor logged; None if it logged nothing."""
     names = sorted((name for name in metrics if name.startswith(PREFIX)), key=_natural)
     columns = {name: one for name in names if len((one := metrics[name]).steps) and one.values.max() > 0}
     if not columns:
@@ -53,8 +66,8 @@ def trust_ratio_map(metrics: Metrics) -> HeatMap | None:
     import matplotlib
 
     steps = np.unique(np.concatenate([one.steps for one in columns.values()]))
-    edges = np.array([part[0] for part in np.array_split(steps, min(NUM_COLUMNS, len(steps)))])
-    # Ratios act by their factor, so a step of colour is a factor, too.
+    edges = np.array([part[0] for part in np.array_split(steps, min(MOST_COLUMNS, len(steps)))])
+    # A ratio multiplies the learning rate, so the same distance in colour stands for the same factor.
     heat = np.stack([_log_means(one, edges) for one in columns.values()])
     low, high = float(np.nanmin(heat)), float(np.nanmax(heat))
     colors = matplotlib.colormaps["viridis"]
@@ -72,7 +85,7 @@ def trust_ratio_map(metrics: Metrics) -> HeatMap | None:
 
 
 def _log_means(series: Series, edges: np.ndarray) -> np.ndarray:
-    """The mean logarithm of the positive values from each edge to the next; NaN where there are none."""
+    """The mean logarithm of the positive values from each edge to the next; NaN where there is none."""
     positive = series.values > 0
     places = np.searchsorted(edges, series.steps[positive], side="right") - 1
     sums = np.bincount(places, np.log(series.values[positive]), len(edges))
@@ -82,7 +95,7 @@ def _log_means(series: Series, edges: np.ndarray) -> np.ndarray:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer2 before layer10: the logger has lost the order of the layers."""
+    """A key that sorts layer2 before layer10: the logger has sorted the names and so lost the order of the layers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

@@ -1,27 +1,52 @@
-"""`report.html` of a run: one page that needs nothing but itself."""
+"""`report.html` of a run: one page without scripts that needs no other file."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fourmin.files import write_whole
+from lightning_fourmin.report.charts import table_chart
 from lightning_fourmin.report.heat_map import trust_ratio_map
 from lightning_fourmin.report.sections import learning, precision, throughput
-from lightning_fourmin.report.summary import headlines, summary_so_far
-from lightning_fourmin.report.table_chart import algorithms_of, table_chart
-from lightning_fourmin.runs.metrics import read_metrics, resumed_steps
-from lightning_fourmin.runs.record import RunRecord
-from lightning_fourmin.text import duration, grouped, moment, percent, plural, printable, readable_size, rounded, whole
+from lightning_fourmin.runs.metrics import read_metrics, resumed_steps, summary_so_far
+from lightning_fourmin.runs.record import RunRecord, Summary
+from lightning_fourmin.svg import THEME
+from lightning_fourmin.text import (
+    duration,
+    grouped,
+    moment,
+    percent,
+    plural,
+    printable,
+    readable_size,
+    rounded,
+    whole,
+)
+from lightning_fourmin.tune.plot import algorithms_in
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 PAGE_NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
+FILTERS = (duration, grouped, moment, percent, plural, readable_size, rounded, whole)
+"""The text helpers that templates use, under their names."""
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """One of the large numbers at the top of a page."""
+
+    name: str
+    value: str | None
+    """None if it was not measured."""
+    about: str
 
 
 def write_report(folder: Path) -> Path:
-    """Writes the page of the run in `folder`, whatever state the run is in; gives its path."""
+    """Writes the page of the run in `folder`, whatever state the run is in, and returns the path of the page."""
     record, metrics = RunRecord.read(folder), read_metrics(folder)
     summary = summary_so_far(record, metrics)
     config = folder / "config.yaml"
@@ -31,21 +56,44 @@ def write_report(folder: Path) -> Path:
         "run.html",
         record=record,
         summary=summary,
-        headlines=headlines(record, summary),
+        key_figures=key_figures(record, summary),
         resumed=[f"{step:,}" for step in resumed_steps(metrics)],
         sections=(learning(metrics), precision(metrics, summary), throughput(metrics, record, summary)),
         heat_map=trust_ratio_map(metrics),
-        algorithms=algorithms_of(record.table) if record.table else [],
+        algorithms=algorithms_in(row.milliseconds for row in record.table.rows) if record.table else [],
         table_chart=table_chart(record.table) if record.table else None,
         config=config.read_text(errors="replace") if config.is_file() else None,
     )
     return page
 
 
+def key_figures(record: RunRecord, summary: Summary) -> list[KeyFigure]:
+    """Accuracy, throughput and its three factors, and skipped steps."""
+    s = summary
+    accuracy = [f"top-5 {percent(s.top5)}"] if s.top5 is not None else []
+    accuracy += [f"loss {rounded(s.val_loss)}"] if s.val_loss is not None else []
+    length = [plural(s.epochs, "epoch")] if s.epochs is not None else []
+    length += [plural(s.steps, "step")] if s.steps is not None else []
+    scale = "no loss scale" if s.loss_scale is None else f"loss scale {whole(s.loss_scale)}"
+
+    def shown(value: float | None, form: Callable[[float], str]) -> str | None:
+        return None if value is None else form(value)
+
+    return [
+        KeyFigure("Top-1 accuracy", shown(s.top1, percent), ", ".join([*accuracy, *length])),
+        KeyFigure("Images per second", shown(s.images_per_s, whole), "T, all ranks together"),
+        KeyFigure("S", shown(s.S, whole), "images/s of one rank without waits"),
+        KeyFigure("N", shown(s.N or record.world_size, whole), "ranks"),
+        KeyFigure("e", shown(s.e, percent), "scaling efficiency"),
+        KeyFigure("Skipped steps", shown(s.skipped_steps, whole), scale),
+    ]
+
+
 def write_page(path: Path, template: str, **content: Any) -> None:
-    text = _environment().get_template(template).render(**content)
+    """Writes a page from one of TEMPLATES; every text in `content` is escaped."""
+    html = _environment().get_template(template).render(**content)
     # Character references read the same in every encoding.
-    write_whole(path, text.encode("ascii", "xmlcharrefreplace").decode())
+    write_whole(path, html.encode("ascii", "xmlcharrefreplace").decode())
 
 
 @cache
@@ -58,11 +106,9 @@ def _environment() -> "Environment":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Markup is a str of its own type: only texts that came from outside are cleaned.
+        # Markup is a subclass of str that was made here: only texts from outside can hold control characters.
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters |= {function.__name__: function for function in _FILTERS}
+    environment.globals["theme"] = THEME
+    environment.filters |= {function.__name__: function for function in FILTERS}
     return environment
-
-
-_FILTERS = (percent, whole, rounded, readable_size, duration, moment, plural, grouped)

@@ -1,14 +1,14 @@
-"""The sections of a run's page that hold curves: learning, precision, throughput."""
+"""The sections of a run's page that hold curves: learning, precision and throughput."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart
-from lightning_fourmin.report.svg import ALARM, MUTED, SERIES
+from lightning_fourmin.report.charts import Chart, Line, line_chart
 from lightning_fourmin.runs.metrics import Metrics, resumed_steps
 from lightning_fourmin.runs.record import RunRecord, Summary
+from lightning_fourmin.svg import ALARM, MUTED, SERIES
 from lightning_fourmin.text import percent, plural, rounded, whole
 
 BLUE, ORANGE, GREEN = SERIES[:3]
@@ -17,37 +17,35 @@ NO_CURVE = "There is no curve: nothing was logged, as in a run of fewer steps th
 
 @dataclass(frozen=True)
 class Section:
+    """A heading with sentences and charts below it."""
+
     title: str
     sentences: tuple[str, ...]
-    charts: tuple[Chart, ...]
+    charts: tuple[Chart, ...] = ()
 
 
 def learning(metrics: Metrics) -> Section:
+    """What the net learned: validation accuracy, loss and learning rate."""
     resumed = resumed_steps(metrics)
-    accuracy = line_chart(
-        "accuracy",
-        "Validation accuracy",
-        [*_line(metrics, "val/top1", "top-1", BLUE), *_line(metrics, "val/top5", "top-5", ORANGE)],
-        Scale(percent=True),
-        marked_steps=resumed,
-    )
+    accuracies = [*_line(metrics, "val/top1", "top-1", BLUE), *_line(metrics, "val/top5", "top-5", ORANGE)]
     losses = [*_line(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
-    loss = line_chart("loss", "Loss", losses, marked_steps=resumed)
     rates = _line(metrics, "lr", "rate of group 0", BLUE)
-    rate = line_chart("rate", "Learning rate", rates, Scale(from_zero=True), marked_steps=resumed)
-    missing = [
-        name
-        for name, chart in (("validation accuracy", accuracy), ("loss", loss), ("learning rate", rate))
-        if chart is None
-    ]
-    sentences = [f"Not logged: {', '.join(missing)}."] if missing else []
-    return Section("Learning", tuple(sentences), _there(accuracy, loss, rate))
+    charts = {
+        "validation accuracy": line_chart(
+            "accuracy", "Validation accuracy", accuracies, percent=True, marked_steps=resumed
+        ),
+        "loss": line_chart("loss", "Loss", losses, marked_steps=resumed),
+        "learning rate": line_chart("rate", "Learning rate", rates, from_zero=True, marked_steps=resumed),
+    }
+    missing = [name for name, chart in charts.items() if chart is None]
+    return Section("Learning", (f"Not logged: {', '.join(missing)}.",) if missing else (), _drawn(*charts.values()))
 
 
 def precision(metrics: Metrics, summary: Summary) -> Section:
+    """The loss scale and the steps that were skipped."""
     scale, skipped = metrics.get("fourmin/loss_scale"), metrics.get("fourmin/skipped_steps")
     if scale is None and summary.loss_scale is None:
-        return Section("Precision", ("No loss scale was logged: that needs FourMinPrecision.",), ())
+        return Section("Precision", ("No loss scale was logged: that needs FourMinPrecision.",))
     number = summary.skipped_steps
     if number is None:
         text = "How many steps were skipped was not logged."
@@ -59,39 +57,41 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
         if scale is not None and (np.diff(scale.values) < 0).any():
             text += " The loss scale fell."
     if scale is None:
-        return Section("Precision", (text, NO_CURVE), ())
+        return Section("Precision", (text, NO_CURVE))
     lines = [Line("loss scale", scale, BLUE)]
     if skipped is not None:
         rises = skipped.steps[np.diff(skipped.values, prepend=0) > 0]
         lines.append(Line("a step was skipped", scale.at(rises), ALARM, style="dots"))
-    chart = line_chart("loss-scale", "Loss scale", lines, Scale(log_base=2), marked_steps=resumed_steps(metrics))
-    return Section("Precision", (text,), _there(chart))
+    # The scale is a power of two that is doubled and halved.
+    chart = line_chart("loss-scale", "Loss scale", lines, log_base=2, marked_steps=resumed_steps(metrics))
+    return Section("Precision", (text,), _drawn(chart))
 
 
 def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section:
+    """T beside S x N, the efficiency that is their quotient, and where the time of a step goes."""
     images = _line(metrics, "fourmin/T", "T, measured", BLUE)
     if images and "fourmin/S" in metrics and "fourmin/N" in metrics:
         ideal = metrics["fourmin/S"].times(metrics["fourmin/N"])
         images.append(Line("S x N, without waits", ideal, MUTED, style="dashes"))
+    efficiency = _line(metrics, "fourmin/e", "T / (S x N)", BLUE)
     times = [
         *_line(metrics, "fourmin/step_ms", "step", BLUE),
         *_line(metrics, "fourmin/comm_ms", "communication", GREEN),
         *_line(metrics, "fourmin/exposed_ms", "of it exposed", ORANGE),
     ]
-    efficiency = _line(metrics, "fourmin/e", "T / (S x N)", BLUE)
-    from_zero, whole_share = Scale(from_zero=True), Scale(percent=True, from_zero=True)
     resumed = resumed_steps(metrics)
-    charts = _there(
-        line_chart("images", "Images per second", images, from_zero, marked_steps=resumed),
-        line_chart("efficiency", "Efficiency e", efficiency, whole_share, marked_steps=resumed),
-        line_chart("times", "Milliseconds a step", times, from_zero, marked_steps=resumed),
+    charts = _drawn(
+        line_chart("images", "Images per second", images, from_zero=True, marked_steps=resumed),
+        line_chart("efficiency", "Efficiency e", efficiency, percent=True, from_zero=True, marked_steps=resumed),
+        line_chart("times", "Milliseconds a step", times, from_zero=True, marked_steps=resumed),
     )
     if not charts and summary.S is None:
-        return Section("Throughput", ("Throughput was not logged: that needs ScalingMonitor among the callbacks.",), ())
-    return Section("Throughput", (*_in_words(record, summary), *(() if charts else (NO_CURVE,))), charts)
+        return Section("Throughput", ("Throughput was not logged: that needs ScalingMonitor among the callbacks.",))
+    return Section("Throughput", (*_waits(record, summary), *(() if charts else (NO_CURVE,))), charts)
 
 
-def _in_words(record: RunRecord, summary: Summary) -> Iterable[str]:
+def _waits(record: RunRecord, summary: Summary) -> Iterable[str]:
+    """What communication costs a step, in a sentence; nothing where it was not measured."""
     if record.world_size == 1:
         yield "One rank: there is nothing to communicate."
     elif summary.step_ms and summary.exposed_ms is not None:
@@ -102,8 +102,10 @@ def _in_words(record: RunRecord, summary: Summary) -> Iterable[str]:
 
 
 def _line(metrics: Metrics, name: str, label: str, color: str) -> list[Line]:
+    """The line of a metric, or none if it was not logged."""
     return [Line(label, metrics[name], color)] if name in metrics else []
 
 
-def _there(*charts: Chart | None) -> tuple[Chart, ...]:
+def _drawn(*charts: Chart | None) -> tuple[Chart, ...]:
+    """The charts that have something to show."""
     return tuple(chart for chart in charts if chart is not None)

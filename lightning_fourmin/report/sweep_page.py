@@ -1,4 +1,4 @@
-"""A sweep as table and page: all its jobs side by side."""
+"""`sweep.csv`, `sweep.md` and `report.html` of a sweep: all of its jobs side by side."""
 
 import csv
 import html
@@ -9,38 +9,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from lightning_fourmin.files import write_whole
-from lightning_fourmin.report.charts import Chart, Line, Scale, line_chart
+from lightning_fourmin.report.charts import Chart, Line, line_chart
 from lightning_fourmin.report.run_page import PAGE_NAME, write_page
-from lightning_fourmin.report.svg import FAINT, VARIABLES
 from lightning_fourmin.runs.record import Summary
-from lightning_fourmin.runs.sweep import Job, best_job, differing_keys, job_colors, read_jobs, shared_settings
+from lightning_fourmin.runs.sweep import Job, best_job, differing_keys, read_jobs, shared_settings
+from lightning_fourmin.svg import FAINT, SERIES, VARIABLES
 from lightning_fourmin.text import duration, percent, plural, printable, rounded, whole
-
-
-def write_sweep(folder: Path) -> Path:
-    """Writes sweep.csv, sweep.md and report.html of a folder with one run folder a job; gives the page."""
-    jobs = read_jobs(folder)
-    colors = job_colors(jobs)
-    write_whole(folder / "sweep.csv", _csv(jobs))
-    write_whole(folder / "sweep.md", _markdown(jobs))
-    page = folder / PAGE_NAME
-    write_page(
-        page,
-        "sweep.html",
-        name=next((job.record.name for job in jobs if job.record), folder.name),
-        outcome=_outcome(jobs),
-        jobs=jobs,
-        best=best_job(jobs),
-        colors={number: VARIABLES[color] for number, color in colors.items()},
-        heads=_heads(jobs),
-        rows={job.number: _cells(job, jobs) for job in jobs},
-        num_settings=len(differing_keys(jobs)),
-        shared=shared_settings(jobs),
-        charts=_charts(jobs, colors),
-        has_page={job.number for job in jobs if (job.folder / PAGE_NAME).is_file()},
-    )
-    return page
-
 
 _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "top1": ("top-1", percent),
@@ -55,15 +29,49 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "exposed_ms": ("exposed ms", rounded),
     "skipped_steps": ("skipped", whole),
 }
-"""Figures for people, with heading and form; sweep.csv has all."""
+"""The fields of a summary that page and Markdown show, with heading and form; sweep.csv has all fields."""
+
+
+def write_sweep(folder: Path) -> Path:
+    """Writes the three files into `folder`, which holds a run folder for each job, and returns the path of the page."""
+    jobs = read_jobs(folder)
+    colors = _job_colors(jobs)
+    write_whole(folder / "sweep.csv", _csv(jobs))
+    write_whole(folder / "sweep.md", _markdown(jobs))
+    page = folder / PAGE_NAME
+    write_page(
+        page,
+        "sweep.html",
+        name=next((job.record.name for job in jobs if job.record), folder.name),
+        outcome=_outcome(jobs),
+        jobs=jobs,
+        best=best_job(jobs),
+        colors={number: VARIABLES[color] for number, color in colors.items()},
+        num_colors=len(SERIES),
+        heads=_heads(jobs),
+        rows={job.number: _cells(job, jobs) for job in jobs},
+        num_settings=len(differing_keys(jobs)),
+        shared=shared_settings(jobs),
+        charts=_charts(jobs, colors),
+        has_page={job.number for job in jobs if (job.folder / PAGE_NAME).is_file()},
+    )
+    return page
+
+
+def _job_colors(jobs: list[Job]) -> dict[int, str]:
+    """A colour for each job; where there are more jobs than colours, the best jobs get one and the others are faint."""
+    order = sorted(jobs, key=lambda job: -(job.summary.top1 or 0.0)) if len(jobs) > len(SERIES) else jobs
+    colored = sorted(job.number for job in order[: len(SERIES)])
+    return {job.number: FAINT for job in jobs} | dict(zip(colored, SERIES, strict=False))
 
 
 def _heads(jobs: list[Job]) -> list[str]:
+    """The headings after job and status: settings that differ, figures, time."""
     return [*differing_keys(jobs), *(_FIGURES[name][0] for name in _measured(jobs)), "time"]
 
 
 def _cells(job: Job, jobs: list[Job]) -> list[str]:
-    """Under `_heads`; empty where there is no value."""
+    """A job's texts under `_heads`; an empty one where there is no value."""
     figures = asdict(job.summary)
     shown = ["" if figures[name] is None else _FIGURES[name][1](figures[name]) for name in _measured(jobs)]
     seconds = job.record.seconds if job.record else None
@@ -72,12 +80,13 @@ def _cells(job: Job, jobs: list[Job]) -> list[str]:
 
 
 def _measured(jobs: list[Job]) -> list[str]:
-    """Figures that at least one job has."""
+    """The figures that at least one job has."""
     figures = [asdict(job.summary) for job in jobs]
     return [name for name in _FIGURES if any(one[name] is not None for one in figures)]
 
 
 def _outcome(jobs: list[Job]) -> str:
+    """How the jobs ended and which is the best, as a sentence or two."""
     number = Counter(job.status for job in jobs)
     text = f"{plural(len(jobs), 'job')}: {', '.join(f'{n} {status}' for status, n in number.items())}."
     if best := best_job(jobs):
@@ -88,7 +97,7 @@ def _outcome(jobs: list[Job]) -> str:
 
 
 def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
-    # Jobs without a colour of their own lie behind and are not in the key.
+    # Faint jobs are drawn first, so that they lie behind, and are not in the key.
     order = sorted(jobs, key=lambda job: colors[job.number] != FAINT)
 
     def lines(column: str) -> list[Line]:
@@ -99,20 +108,19 @@ def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
             if column in job.metrics
         ]
 
-    from_zero = Scale(from_zero=True)
     charts = [
-        line_chart("top1", "Validation top-1 accuracy", lines("val/top1"), Scale(percent=True)),
+        line_chart("top1", "Validation top-1 accuracy", lines("val/top1"), percent=True),
         line_chart("train-loss", "Training loss", lines("train/loss")),
         line_chart("val-loss", "Validation loss", lines("val/loss")),
-        line_chart("rate", "Learning rate", lines("lr"), from_zero),
-        line_chart("images", "Images per second", lines("fourmin/T"), from_zero),
-        line_chart("efficiency", "Efficiency e", lines("fourmin/e"), Scale(percent=True, from_zero=True)),
+        line_chart("rate", "Learning rate", lines("lr"), from_zero=True),
+        line_chart("images", "Images per second", lines("fourmin/T"), from_zero=True),
+        line_chart("efficiency", "Efficiency e", lines("fourmin/e"), percent=True, from_zero=True),
     ]
     return [chart for chart in charts if chart is not None]
 
 
 def _csv(jobs: list[Job]) -> str:
-    """Every setting and figure, unrounded."""
+    """All settings and figures of each job, not rounded."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.settings))
     names = [field.name for field in fields(Summary)]
     text = io.StringIO()
@@ -128,6 +136,7 @@ def _csv(jobs: list[Job]) -> str:
 
 
 def _markdown(jobs: list[Job]) -> str:
+    """The table of the page, and the errors below it."""
     heads, shared = ["job", "status", *_heads(jobs)], shared_settings(jobs)
     rule = ["---", "---", *("---" if head in differing_keys(jobs) else "---:" for head in _heads(jobs))]
     rows = [[str(job.number), job.status, *_cells(job, jobs)] for job in jobs]

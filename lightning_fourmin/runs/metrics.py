@@ -1,16 +1,18 @@
-"""The curves of a run, from the files that Lightning's CSVLogger writes."""
+"""The curves of a run, from the files that Lightning's CSVLogger writes, and the figures that they end with."""
 
 import csv
 import io
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.runs.folder import RESUMED, metrics_files
+from lightning_fourmin.runs.record import RunRecord, Summary
 
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -22,16 +24,20 @@ class Series:
     steps: Array
     values: Array
     num_bad: int = 0
+    """How many values were not finite."""
     first_bad_step: int | None = None
+    """The step of the first value that was not finite."""
     ends_bad: bool = False
     """Whether the last value was not finite."""
 
     @property
     def last(self) -> float:
+        """The last finite value."""
         return float(self.values[-1])
 
     @property
     def median(self) -> float:
+        """The median of the finite values."""
         return float(np.median(self.values))
 
     def at(self, steps: Array) -> "Series":
@@ -40,6 +46,7 @@ class Series:
         return Series(self.steps[places], self.values[places])
 
     def since(self, step: int) -> "Series":
+        """The values from `step` on."""
         places = self.steps >= step
         return Series(self.steps[places], self.values[places])
 
@@ -49,7 +56,7 @@ class Series:
         return Series(mine.steps, mine.values * theirs.values)
 
     def thinned(self, num_bins: int = 250) -> "Series":
-        """The least and the largest value of each of `num_bins` stretches: no peak is lost."""
+        """The least and the largest value of each of `num_bins` bins: a page stays small and no peak is lost."""
         if len(self.steps) <= 2 * num_bins:
             return self
         kept: set[int] = set()
@@ -60,6 +67,7 @@ class Series:
 
 
 Metrics = dict[str, Series]
+"""The logged values of a run by name."""
 _Columns = dict[str, dict[int, float]]
 """Values by name and step."""
 
@@ -67,24 +75,59 @@ _Columns = dict[str, dict[int, float]]
 def read_metrics(folder: Path) -> Metrics:
     """Every column with at least one number, by name; empty where nothing was logged.
 
-    Of a run that was resumed, all parts: each counts up to the step where the next one went on.
+    A run that was resumed has a file for each time it was started. A file counts up to the step where the next resumed:
+    those after it were done again.
     """
     columns: _Columns = {}
     for path in metrics_files(folder):
-        part = _read(path)
-        columns = _joined(columns, part) if RESUMED in part else part
+        later = _read(path)
+        columns = _joined(columns, later) if RESUMED in later else later
     series = {name: _series(points) for name, points in columns.items()}
     return {name: one for name, one in series.items() if len(one.steps) or one.num_bad}
 
 
 def resumed_steps(metrics: Metrics) -> list[int]:
-    """Where the run went on from a checkpoint."""
+    """The steps at which the run was resumed from a checkpoint."""
     return [int(step) for step in metrics[RESUMED].steps] if RESUMED in metrics else []
+
+
+def summary_so_far(record: RunRecord, metrics: Metrics) -> Summary:
+    """The summary in the record; what is missing there, as in a run that did not end, comes from the metrics."""
+    logged = {name: series for name, series in metrics.items() if len(series.steps)}
+    found: dict[str, Any] = {
+        field: logged[name].last for field, name in _LAST.items() if name in logged and not logged[name].ends_bad
+    }
+    # Speed is that since the last resume: before it, the run may have had other ranks.
+    start = max(resumed_steps(metrics), default=0)
+    since = {name: part for name, series in logged.items() if len((part := series.since(start)).steps)}
+    found |= {field: since[name].median for field, name in _MEDIAN.items() if name in since}
+    found |= {field: int(found[field]) for field in ("N", "skipped_steps") if field in found}
+    known = {field: value for field, value in asdict(record.summary).items() if value is not None}
+    return replace(Summary(**found), **known)
+
+
+_LAST = {
+    "top1": "val/top1",
+    "top5": "val/top5",
+    "val_loss": "val/loss",
+    "skipped_steps": "fourmin/skipped_steps",
+    "loss_scale": "fourmin/loss_scale",
+}
+"""Fields of a summary that are the last value of a metric."""
+_MEDIAN = {
+    "images_per_s": "fourmin/T",
+    "S": "fourmin/S",
+    "N": "fourmin/N",
+    "e": "fourmin/e",
+    "step_ms": "fourmin/step_ms",
+    "exposed_ms": "fourmin/exposed_ms",
+}
+"""Fields of a summary that are the median of a metric."""
 
 
 def _read(path: Path) -> _Columns:
     text = path.read_text()
-    # A run that is still going may be writing its last line: half a number is a wrong number.
+    # A run that is still going may be writing its last line, and half a number is a wrong number.
     rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
     names = next(rows, [])
     if names and "step" not in names:
@@ -103,7 +146,7 @@ def _read(path: Path) -> _Columns:
 
 
 def _joined(earlier: _Columns, later: _Columns) -> _Columns:
-    """What was logged after the step of the resume belongs to a course that the run did not take."""
+    """Drops the earlier values after the step from which the run was resumed: the later file has those steps again."""
     start = min(later[RESUMED])
     kept = {name: {step: value for step, value in points.items() if step <= start} for name, points in earlier.items()}
     return {name: kept.get(name, {}) | later.get(name, {}) for name in [*kept, *later]}

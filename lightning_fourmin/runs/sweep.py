@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fourmin.errors import RunError
-from lightning_fourmin.report.summary import summary_so_far
-from lightning_fourmin.report.svg import FAINT, SERIES
-from lightning_fourmin.runs.metrics import Metrics, read_metrics
+from lightning_fourmin.runs.metrics import Metrics, read_metrics, summary_so_far
 from lightning_fourmin.runs.record import RUN_NAME, RunRecord, Summary
 
 
@@ -51,13 +49,6 @@ def best_job(jobs: Iterable[Job]) -> Job | None:
     """The job with the highest top-1 accuracy, of several the first; None if no job has one."""
     measured = [job for job in jobs if job.summary.top1 is not None]
     return max(measured, key=lambda job: job.summary.top1 or 0.0, default=None)
-
-
-def job_colors(jobs: list[Job]) -> dict[int, str]:
-    """A colour a job; where there are more jobs than colours, the best ones get them."""
-    order = sorted(jobs, key=lambda job: -(job.summary.top1 or 0.0)) if len(jobs) > len(SERIES) else jobs
-    colored = sorted(job.number for job in order[: len(SERIES)])
-    return {job.number: FAINT for job in jobs} | dict(zip(colored, SERIES, strict=False))
 
 
 def differing_keys(jobs: list[Job]) -> list[str]:

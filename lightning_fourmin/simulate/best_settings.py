@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lightning_fourmin.allreduce.algorithms import IN_PIECES, usable_algorithms
+from lightning_fourmin.allreduce.algorithms import PREDICTED, algorithm_of, usable_algorithms
 from lightning_fourmin.allreduce.buckets import MIB
 from lightning_fourmin.allreduce.cost import Link, Links
+from lightning_fourmin.allreduce.plan import HYBRID
 from lightning_fourmin.allreduce.table import CHUNK_BYTES
-from lightning_fourmin.simulate.scenario import COMPARED, Scenario
+from lightning_fourmin.simulate.scenario import Scenario
 from lightning_fourmin.simulate.stragglers import Stragglers
 
 FUSION_MB = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
@@ -38,17 +39,17 @@ class Best:
 
 def best_settings(scenario: Scenario) -> Best:
     plain = replace(scenario, switch_mb=None)
-    names = ("hybrid", *usable_algorithms(scenario.plan.topology), *COMPARED)
+    names = (HYBRID, *usable_algorithms(scenario.plan.topology), *PREDICTED)
     by_algorithm = {
         name: _fastest(
             replace(plain, algorithm=name, fusion_mb=fusion_mb, chunk_bytes=int(chunk_mb * MIB))
             for fusion_mb in FUSION_MB
-            for chunk_mb in (CHUNK_MB if name in ("hybrid", *IN_PIECES) else CHUNK_MB[:1])
+            for chunk_mb in (CHUNK_MB if name == HYBRID or algorithm_of(name).in_pieces else CHUNK_MB[:1])
         )
         for name in names
     }
-    best = _fastest(one for name, one in by_algorithm.items() if name not in COMPARED)
-    switched = _fastest(replace(best, algorithm="hybrid", switch_mb=switch_mb) for switch_mb in SWITCH_MB)
+    best = _fastest(one for name, one in by_algorithm.items() if name not in PREDICTED)
+    switched = _fastest(replace(best, algorithm=HYBRID, switch_mb=switch_mb) for switch_mb in SWITCH_MB)
     assert best.fusion_mb is not None
     assert switched.switch_mb is not None
     return Best(

@@ -15,9 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_fourmin.errors import PlanError
+from lightning_fourmin.tune.step_trial import sum_of
 
 NUM_WARMUP = 2
 
@@ -188,16 +188,6 @@ def _hooks(module: nn.Module, is_ready: Callable[[str], object]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.remove()
-
-
-def sum_of(output: Any) -> Tensor:
-    """Of all tensors in it: the loss of a net whose own is not known."""
-    sums = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not sums:
-        raise PlanError(
-            f"the module's output ({type(output).__name__}) holds no tensor to differentiate: return one from forward"
-        )
-    return torch.stack(sums).sum()
 
 
 def batch_size_of(inputs: Tensor | Sequence[Any]) -> int:

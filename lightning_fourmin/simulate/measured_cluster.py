@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fourmin.allreduce.fit_links import fit_links
-from lightning_fourmin.allreduce.table import AllReduceTable
-from lightning_fourmin.allreduce.table_csv import read_table
+from lightning_fourmin.allreduce.table import AllReduceTable, read_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.cluster import Cluster
@@ -19,9 +18,12 @@ def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"table={path} cannot be read ({error}): give a CSV that fourmin tune has written") from error
-    topology, backend = _topology(path, text), re.search(r"^# backend: (.+)$", text, re.MULTILINE)
+    head = dict(re.findall(r"^# (\w+): (.+)$", text, re.MULTILINE))
+    if "topology_key" not in head:
+        raise PlanError(f"table={path} does not say for which topology it is: give a CSV that fourmin tune has written")
     try:
-        table = read_table(path, topology, "" if backend is None else backend[1])
+        topology = Topology.from_key(head["topology_key"])
+        table = read_table(path, topology, head.get("backend", ""))
     except ValueError as error:
         raise PlanError(str(error)) from error
     sizes = {topology.node_of.count(node) for node in topology.node_of}
@@ -40,20 +42,3 @@ def with_table(cluster: Cluster, path: Path) -> tuple[Cluster, AllReduceTable]:
     name = f"{path.name} ({fit})"
     measured = replace(cluster, name=name, backend=table.backend, ranks_per_node=sizes.pop(), links=links)
     return measured, table
-
-
-def _topology(path: Path, text: str) -> Topology:
-    """The topology of a key like nodes2x4_groups4x2."""
-    found = re.search(r"^# topology_key: nodes([\dx+]+)_groups([\dx+]+)$", text, re.MULTILINE)
-    if found is None:
-        raise PlanError(f"table={path} does not say for which topology it is: give a CSV that fourmin tune has written")
-    nodes, groups = ([int(size) for run in key.split("+") for size in _run(run)] for key in found.groups())
-    node_of = [node for node, size in enumerate(nodes) for _ in range(size)]
-    ends = [sum(groups[: i + 1]) for i in range(len(groups))]
-    ranks = tuple(range(len(node_of)))
-    return Topology(tuple(node_of), tuple(ranks[end - size : end] for end, size in zip(ends, groups, strict=True)))
-
-
-def _run(run: str) -> list[str]:
-    count, _, size = run.partition("x")
-    return [size] * int(count)

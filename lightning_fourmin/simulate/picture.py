@@ -1,45 +1,62 @@
-"""The picture of an outlook: how throughput grows with the ranks, and where the time of one step goes."""
+"""The picture of a prediction: how throughput grows with the ranks, and where the time of one step goes."""
 
-import io
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from lightning_fourmin.simulate.scenario import Prediction, Scenario
+from lightning_fourmin.simulate.step import Span
+from lightning_fourmin.svg import MUTED, SERIES, log_axes, style, to_svg, wide_figure
 
-COLORS = {"forward": "#4c78a8", "backward": "#72b7b2", "optimizer step": "#9ecae9"}
-WIRE_COLORS = ("#f58518", "#e45756")
-"""Of buckets with even and odd numbers."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
+BLUE, ORANGE, GREEN, PURPLE, YELLOW = SERIES[:5]
+COMPUTE_COLORS = {"forward": BLUE, "backward": GREEN, "optimizer step": PURPLE}
+BUCKET_COLORS = (ORANGE, YELLOW)
+"""The colours of buckets with even and odd numbers, so that neighbours can be told apart."""
 
 
 def draw(scenario: Scenario, curves: Mapping[str, Sequence[Prediction]]) -> str:
-    """An SVG."""
-    from matplotlib.figure import Figure
+    """A file of SVG: throughput of each of `curves` by ranks beside the timeline of one step of `scenario`."""
+    with style():
+        figure, (growth, timeline) = wide_figure(4.2, 2)
+        every_technique = next(iter(curves.values()))
+        ranks = [point.N for point in every_technique]
+        growth.plot(ranks, [point.S * point.N for point in every_technique], color=MUTED, linestyle=":", label="ideal")
+        for name, curve in curves.items():
+            growth.plot(ranks, [point.T for point in curve], marker="o", ms=3, label=name)
+        # Ranks double from point to point, and throughput nearly does.
+        log_axes(growth, x_base=2, y_base=10)
+        growth.set_xticks(ranks[::3], [f"{number:,}" for number in ranks[::3]])
+        growth.set_xlabel("ranks")
+        growth.set_title(f"Predicted throughput on {scenario.cluster.name}, samples/s")
+        growth.legend(fontsize=9)
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    growth, timeline = figure.subplots(1, 2)
-    everything = next(iter(curves.values()))
-    ranks = [point.N for point in everything]
-    growth.plot(ranks, [point.S * point.N for point in everything], color="0.6", linestyle=":", label="ideal")
-    for name, curve in curves.items():
-        growth.plot(ranks, [point.T for point in curve], marker=".", label=name)
-    growth.set_xscale("log", base=2)
-    growth.xaxis.set_major_formatter("{x:.0f}")
-    growth.set_yscale("log")
-    growth.set_xlabel("ranks")
-    growth.set_ylabel("samples/s")
-    growth.set_title(f"Predicted throughput on {scenario.cluster.name}")
-    growth.grid(alpha=0.3)
-    growth.legend(fontsize="small")
+        plot_step(timeline, scenario.step.spans)
+        timeline.set_xlabel("ms")
+        timeline.set_title(f"A step on {scenario.num_ranks} ranks: {scenario.prediction.step_ms:.1f} ms")
+        figure.legend(handles=step_legend(), loc="outside upper right", ncols=4)
+        label = f"Predicted throughput by ranks and one step of {scenario.num_ranks} ranks on {scenario.cluster.name}"
+        return to_svg(figure, "plan", label, standalone=True) + "\n"
 
-    spans = scenario.step.spans
-    lanes = list(dict.fromkeys(span.lane for span in spans))
+
+def plot_step(axes: "Axes", spans: Sequence[Span], lanes: Sequence[str] = ()) -> None:
+    """A bar for each span in the lane where it took its time; `lanes` are those of the spans if none are given."""
+    lanes = lanes or list(dict.fromkeys(span.lane for span in spans))
     for span in spans:
-        color = COLORS.get(span.name) or WIRE_COLORS[int(span.name.removeprefix("bucket ")) % 2]
-        bar = [(1e3 * span.start_s, 1e3 * (span.end_s - span.start_s))]
-        timeline.broken_barh(bar, (lanes.index(span.lane) - 0.4, 0.8), facecolors=color)
-    timeline.set_yticks(range(len(lanes)), lanes)
-    timeline.invert_yaxis()
-    timeline.set_xlabel("ms")
-    timeline.set_title(f"A step on {scenario.num_ranks} ranks: {scenario.prediction.step_ms:.1f} ms")
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg", metadata={"Date": None})
-    return picture.getvalue()
+        start_ms, took_ms = 1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)
+        color = COMPUTE_COLORS.get(span.name) or BUCKET_COLORS[int(span.name.removeprefix("bucket ")) % 2]
+        axes.barh(lanes.index(span.lane), took_ms, left=start_ms, height=0.7, color=color, linewidth=0)
+    axes.set_yticks(range(len(lanes)), ["compute" if lane == "main" else lane for lane in lanes])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.grid(False)
+    axes.margins(x=0.01)
+
+
+def step_legend() -> list["Patch"]:
+    """What the colours of `plot_step` mean."""
+    from matplotlib.patches import Patch
+
+    colors = {**COMPUTE_COLORS, "buckets": ORANGE}
+    return [Patch(color=color, label=name) for name, color in colors.items()]

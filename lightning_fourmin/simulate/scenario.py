@@ -7,19 +7,18 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from lightning_fourmin.allreduce.algorithms import ALGORITHMS
-from lightning_fourmin.allreduce.buckets import MIB, FusionPlan
-from lightning_fourmin.allreduce.cost import all_reduce_s
-from lightning_fourmin.allreduce.table import SIZES, AllReduceTable, Row, default_fusion_mb
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS, PREDICTED, Hierarchical, Ring
+from lightning_fourmin.allreduce.plan import HYBRID, CommOptions, CommPlan
+from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.step import Plan, Step
+from lightning_fourmin.simulate.step import Step, Wires
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with
 
-COMPARED = ("halving_doubling", "parameter_server")
-"""Algorithms that are predicted for comparison; the engine does not run them."""
+EVERY_GRADIENT_ALONE_MB = 1e-9
+"""A fusion threshold below any gradient."""
 
 
 @dataclass(frozen=True)
@@ -67,45 +66,52 @@ class Scenario:
 
     @property
     def used_fusion_mb(self) -> float:
-        if self.fusion_mb is None:
-            return default_fusion_mb(self.topology, self.cluster.backend)
-        return self.fusion_mb
+        """The fusion threshold: as given, as `fourmin tune` found it best, or the strategy's default."""
+        if self.fusion_mb is not None:
+            return self.fusion_mb
+        return self._table().fusion_mb or default_fusion_mb(self.topology, self.cluster.backend)
 
     @cached_property
-    def plan(self) -> Plan:
-        topology = self.topology
-        table = self._table(topology)
-        return Plan(
-            FusionPlan.build(self.parameters, self.used_fusion_mb),
-            table if self.chunk_bytes is None else replace(table, chunk_bytes=self.chunk_bytes),
-            topology,
-            self.cluster.links,
-            self.wire_dtype.itemsize,
-            self.cluster.host,
-        )
-
-    def _table(self, topology: Topology) -> AllReduceTable:
-        links, backend = self.cluster.links, self.cluster.backend
-        if self.algorithm in COMPARED:
-            rows = [Row(n, {self.algorithm: 1e3 * all_reduce_s(self.algorithm, n, topology, links)}) for n in SIZES]
-            return AllReduceTable(topology.key, backend, "cost model", tuple(rows))
-        table = AllReduceTable.from_cost_model(topology, backend, links)
-        if self.measured is not None and self.measured.topology_key == topology.key:
-            known = ("hybrid", *self.measured.rows[0].milliseconds)
-            table = self.measured if self.algorithm in known else table
-        if self.algorithm == "hybrid":
-            return table if self.switch_mb is None else table.with_switch(int(self.switch_mb * MIB))
-        if self.algorithm not in ALGORITHMS:
-            names = ", ".join(("hybrid", *ALGORITHMS, *COMPARED))
-            raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {names}")
+    def plan(self) -> CommPlan:
+        """The plan that the strategy would decide on such ranks."""
+        topology, table = self.topology, self._table()
+        if self.chunk_bytes is not None:
+            table = replace(table, chunk_bytes=self.chunk_bytes)
         try:
-            return table.only(self.algorithm)
+            options = CommOptions(
+                # A table of predicted algorithms has only those.
+                HYBRID if self.algorithm in PREDICTED else self.algorithm,
+                fusion_mb=max(self.used_fusion_mb, EVERY_GRADIENT_ALONE_MB),
+                switch_mb=self.switch_mb,
+            )
+            return CommPlan.decide(
+                options, topology, self.cluster.backend, table, self.parameters, compute_dtype=self.wire_dtype
+            )
         except ValueError as error:
             raise PlanError(str(error)) from error
 
+    def _table(self) -> AllReduceTable:
+        topology, links, backend = self.topology, self.cluster.links, self.cluster.backend
+        if self.algorithm in PREDICTED:
+            return AllReduceTable.from_cost_model(topology, backend, links, [self.algorithm])
+        if self.algorithm != HYBRID and self.algorithm not in ALGORITHMS:
+            names = ", ".join((HYBRID, *ALGORITHMS, *PREDICTED))
+            raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {names}")
+        measured = self.measured
+        known = () if measured is None else (HYBRID, *measured.rows[0].milliseconds)
+        if measured is not None and measured.topology_key == topology.key and self.algorithm in known:
+            # The groups are those of the scenario.
+            return replace(measured, group_size=None)
+        return AllReduceTable.from_cost_model(topology, backend, links)
+
+    @property
+    def wires(self) -> Wires:
+        """What the plan is carried out on."""
+        return Wires(self.cluster.links, self.cluster.host)
+
     @cached_property
     def step(self) -> Step:
-        return simulate_with(self.stragglers, self.profile, self.plan)
+        return simulate_with(self.stragglers, self.profile, self.plan, self.wires)
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -121,7 +127,7 @@ class Scenario:
             1e3 * step.compute_s,
             1e3 * step.comm_s,
             1e3 * step.exposed_s,
-            len(self.plan.fusion.buckets),
+            len(self.plan.rows),
             tuple(sorted(chosen)),
         )
 
@@ -147,9 +153,9 @@ def techniques(scenario: Scenario, fp32_profile: Profile) -> dict[str, Scenario]
     without = {
         "without fusion": replace(scenario, fusion_mb=0.0),
         "without FP16": replace(scenario, profile=fp32_profile, wire_dtype=torch.float32),
-        "without hybrid": replace(scenario, algorithm="ring", switch_mb=None, measured=None),
+        "without hybrid": replace(scenario, algorithm=Ring.name, switch_mb=None, measured=None),
     }
-    none = replace(without["without FP16"], fusion_mb=0.0, algorithm="ring", switch_mb=None, measured=None)
+    none = replace(without["without FP16"], fusion_mb=0.0, algorithm=Ring.name, switch_mb=None, measured=None)
     return {"all": scenario, **without, "none": none}
 
 
@@ -159,8 +165,9 @@ def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
     num_ranks = 1
     while num_ranks <= most_ranks:
         group_size = scenario.group_size if (scenario.group_size or 0) <= num_ranks else None
-        equal = scenario.cluster.topology(num_ranks, group_size).equal_groups
-        algorithm = "hierarchical" if scenario.algorithm == "torus" and not equal else scenario.algorithm
+        topology = scenario.cluster.topology(num_ranks, group_size)
+        usable = scenario.algorithm not in ALGORITHMS or ALGORITHMS[scenario.algorithm].usable(topology)
+        algorithm = scenario.algorithm if usable else Hierarchical.name
         backups = min(scenario.stragglers.num_backups, num_ranks - 1)
         stragglers = replace(scenario.stragglers, num_backups=backups)
         variant = replace(scenario, num_ranks=num_ranks, group_size=group_size, algorithm=algorithm)

@@ -1,37 +1,32 @@
-"""Simulates a training step of one rank on the plan and the table that the strategy uses.
+"""Simulates a training step of one rank on the plan that the strategy carries out.
 
     compute    [ forward ][ backward              ][ wait ][ update ]
     inside         reduce |0 |1 |  |2 |                  broadcasts give way to reduces: |0 |1|..|2 |
     between               scatter |0   |1   |2    |      in the order of the pieces
 
-A bucket is ready with its last gradient and after the bucket before it. Its pieces pass the stages of their algorithm
-as in the engine; a link carries one phase at a time. All ranks do the same at the same time, so one stands for all.
+A bucket is ready with its last gradient and after the bucket before it. Its pieces are those that the engine sends, and
+pass the stages of their algorithm as there; a link carries one phase at a time. All ranks do the same at the same time,
+so one stands for all.
 The order on each link is fixed, so with the same algorithms a faster link never makes a step slower (unless cores
 serve both communication and compute).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 
-from lightning_fourmin.allreduce.buckets import Bucket, FusionPlan
-from lightning_fourmin.allreduce.cost import Link, Links, PhaseCost, phase_costs
-from lightning_fourmin.allreduce.table import AllReduceTable
-from lightning_fourmin.allreduce.topology import Topology
+from lightning_fourmin.allreduce.algorithms import Algorithm
+from lightning_fourmin.allreduce.cost import Link, Links, PhaseCost
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.simulate.layer_profile import Profile
 from lightning_fourmin.simulate.resources import Cores, Gaps, Wire
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What goes over which links, and how."""
+class Wires:
+    """What a plan is carried out on."""
 
-    fusion: FusionPlan
-    table: AllReduceTable
-    topology: Topology
     links: Links
-    wire_itemsize: int | None = None
-    """Bytes of a number on the wire; None: those of the gradients."""
     host: Link | None = None
     """What a piece costs the cores that compute (ranks on CPU); spread over the time that it is between groups."""
 
@@ -66,17 +61,17 @@ class Step:
 @dataclass
 class _Piece:
     bucket: int
-    algorithm: str
+    algorithm: Algorithm
     num_bytes: int
     ready_s: float
     done_s: float
     """So far."""
 
 
-def simulate(profile: Profile, plan: Plan) -> Step:
+def simulate(profile: Profile, plan: CommPlan, wires: Wires) -> Step:
     """One step without noise."""
     cores = Cores()
-    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, cores)
+    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, wires, cores)
     ended_s = cores.reach(profile.forward_s + profile.backward_s)
     done_s = max([ended_s, *(piece.done_s for piece in pieces)])
     step_s = done_s + profile.update_s
@@ -89,7 +84,7 @@ def simulate(profile: Profile, plan: Plan) -> Step:
     return Step(step_s, profile.compute_s, comm_s, (*main, *spans))
 
 
-def _communicate(profile: Profile, plan: Plan, cores: Cores) -> tuple[list[_Piece], list[Span]]:
+def _communicate(profile: Profile, plan: CommPlan, wires: Wires, cores: Cores) -> tuple[list[_Piece], list[Span]]:
     """All pieces, carried, and what the links did."""
     done_after_s = {gradient.name: profile.forward_s + gradient.ready_s for gradient in profile.gradients}
     # Groups that reach over nodes reduce and broadcast on the link between nodes, too.
@@ -101,19 +96,22 @@ def _communicate(profile: Profile, plan: Plan, cores: Cores) -> tuple[list[_Piec
 
     def carry(piece: _Piece, phase: PhaseCost, link: Wire | Gaps) -> None:
         start_s, piece.done_s = link.carry(piece.done_s, phase.total_s)
-        details = {"algorithm": piece.algorithm, "bytes": piece.num_bytes}
+        details = {"algorithm": piece.algorithm.name, "bytes": piece.num_bytes}
         spans.append(Span(phase.stage, f"bucket {piece.bucket}", start_s, piece.done_s, details))
-        if phase.stage == "scatter" and plan.host is not None:
-            host_s = plan.host.latency_s + piece.num_bytes * plan.host.s_per_byte
+        if phase.stage == "scatter" and wires.host is not None:
+            host_s = wires.host.latency_s + piece.num_bytes * wires.host.s_per_byte
             cores.serve(start_s, piece.done_s, host_s)
 
-    costs = cache(partial(phase_costs, topology=plan.topology, links=plan.links))
-    for index, bucket in enumerate(plan.fusion.buckets):
-        ready_s = cores.reach(max(done_after_s[name] for name in bucket.names))
-        for algorithm, num_bytes in _cut(bucket, plan):
-            piece = _Piece(index, algorithm, num_bytes, ready_s, ready_s)
+    @cache
+    def costs(algorithm: Algorithm, num_bytes: int) -> tuple[PhaseCost, ...]:
+        return algorithm.costs(num_bytes, plan.topology, wires.links)
+
+    for index, row in enumerate(plan.rows):
+        ready_s = cores.reach(max(done_after_s[name] for name in row.bucket.names))
+        for num_bytes in filter(None, row.sending.piece_bytes):
+            piece = _Piece(index, row.sending.algorithm, num_bytes, ready_s, ready_s)
             pieces.append(piece)
-            for phase in costs(algorithm, num_bytes):
+            for phase in costs(piece.algorithm, num_bytes):
                 if phase.stage == "broadcast" and not one_link:
                     late.append((piece, phase))
                 else:
@@ -122,17 +120,6 @@ def _communicate(profile: Profile, plan: Plan, cores: Cores) -> tuple[list[_Piec
     for piece, phase in late:
         carry(piece, phase, gaps)
     return pieces, spans
-
-
-def _cut(bucket: Bucket, plan: Plan) -> list[tuple[str, int]]:
-    """Algorithm and bytes of each piece of a bucket, as the engine sends it."""
-    itemsize = plan.wire_itemsize or bucket.dtype.itemsize
-    numel = bucket.num_bytes // bucket.dtype.itemsize
-    algorithm = plan.table.choose(numel * itemsize)
-    num_pieces = plan.table.num_pieces(algorithm, numel * itemsize)
-    smaller, num_larger = divmod(numel, num_pieces)
-    sizes = [(smaller + (number < num_larger)) * itemsize for number in range(num_pieces)]
-    return [(algorithm, num_bytes) for num_bytes in sizes if num_bytes]
 
 
 def _union_s(intervals: Sequence[tuple[float, float]]) -> float:

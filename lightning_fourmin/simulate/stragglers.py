@@ -8,9 +8,10 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.step import Plan, Step, simulate
+from lightning_fourmin.simulate.step import Step, Wires, simulate
 
 NUM_STEPS = 25
 
@@ -67,12 +68,12 @@ class Stragglers:
         return high
 
 
-def simulate_with(stragglers: Stragglers, profile: Profile, plan: Plan) -> Step:
+def simulate_with(stragglers: Stragglers, profile: Profile, plan: CommPlan, wires: Wires) -> Step:
     """A step of mean length; its compute is that of a rank without noise, so waits for others are exposed time."""
     if stragglers.none or plan.topology.world_size == 1:
-        return simulate(profile, plan)
+        return simulate(profile, plan, wires)
     paces = stragglers.paces(plan.topology.world_size)
-    steps = {pace: simulate(profile.scaled(pace), plan) for pace in set(paces)}
+    steps = {pace: simulate(profile.scaled(pace), plan, wires) for pace in set(paces)}
     mean_s = statistics.fmean(steps[pace].step_s for pace in paces)
     typical = min(steps.values(), key=lambda step: abs(step.step_s - mean_s))
     return replace(typical, step_s=mean_s, compute_s=profile.compute_s)

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fourmin.allreduce.algorithms import usable_algorithms
 from lightning_fourmin.allreduce.engine import Engine
-from lightning_fourmin.allreduce.meter import Meter
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
@@ -70,6 +71,8 @@ def engine(
     node_of: Sequence[int] | None = None,
     timeout_s: float = 60.0,
     chunk_bytes: int = CHUNK_BYTES,
+    wire_dtype: torch.dtype | None = None,
+    predivide: float | None = None,
     **kwargs: Any,
 ) -> Iterator[Engine]:
     """An engine as the strategy builds it; without an algorithm small, middle and large buckets take different ones."""
@@ -83,7 +86,8 @@ def engine(
         table = AllReduceTable(where.key, "gloo", "made for a test", tuple(rows))
     groups = ProcessGroups.shared(timedelta(seconds=timeout_s))
     table = replace(table, chunk_bytes=chunk_bytes)
-    with closing(Engine(where, table, groups, torch.device("cpu"), **kwargs)) as made:
+    plan = CommPlan(where, table, wire_dtype, predivide)
+    with closing(Engine(plan, groups, torch.device("cpu"), **kwargs)) as made:
         yield made
 
 
@@ -95,7 +99,7 @@ def reduce_all(made: Engine, buckets: Sequence[Bucket]) -> list[tuple[str, float
     made.raise_error()
     assert all(mean.dtype is bucket.dtype for mean, bucket in zip(means, buckets, strict=True))
     return [
-        (digest(mean.view(torch.uint8)), bucket.error(mean, made.wire_dtype) if rank == 0 else 0.0)
+        (digest(mean.view(torch.uint8)), bucket.error(mean, made.plan.wire_dtype) if rank == 0 else 0.0)
         for mean, bucket in zip(means, buckets, strict=True)
     ]
 
@@ -155,7 +159,7 @@ def reduce_many(
     draw = random.Random(5)
     buckets = [Bucket(int(10 ** draw.uniform(0, 5.7)), torch.float32, i) for i in range(30)]
     own_draw = random.Random(f"{seed} {current_case().rank}")
-    advance = Engine._advance
+    advance = Engine.advance
 
     def dawdle(self: Engine, *args: Any, **kwargs: Any) -> None:
         time.sleep(own_draw.uniform(0, largest_sleep_s))
@@ -171,10 +175,10 @@ def reduce_many(
     answers = []
     with pytest.MonkeyPatch.context() as patch:
         if largest_sleep_s:
-            patch.setattr(Engine, "_advance", dawdle)
+            patch.setattr(Engine, "advance", dawdle)
         with engine(algorithm, chunk_bytes=(16 if memory == "scarce" else 256) * 1024, **arguments) as made:
-            chosen = {made.table.choose(2 * bucket.numel) for bucket in buckets}
-            assert chosen == ({algorithm} if algorithm else set(usable_algorithms(made.topology)))
+            chosen = {made.plan.table.choose(2 * bucket.numel) for bucket in buckets}
+            assert chosen == ({algorithm} if algorithm else set(usable_algorithms(made.plan.topology)))
             for _ in range(num_rounds):
                 answers += reduce_all(made, buckets)
     return answers
@@ -293,8 +297,7 @@ def test_tags_begin_again_before_gloo_has_no_more(ranks: RankPool, algorithm: st
 def reduce_undisturbed(algorithm: str, last_numel: int) -> tuple[bool, list[float]]:
     """Whether a bucket had begun before the last one of its step, and what both came to."""
     with engine(algorithm) as made:
-        made.meter = Meter(torch.device("cpu"))
-        made.meter.undisturbed = True
+        made.measure().undisturbed = True
         rank = float(current_case().rank)
         first = made.submit(torch.full((1001,), rank), 0, is_last=False)
         time.sleep(0.3)
@@ -310,6 +313,40 @@ def test_buckets_wait_for_the_last_where_computing_is_not_to_be_disturbed(
 ) -> None:
     expected = (False, [1.5 * 1001, 3.0 * last_numel])
     assert ranks.run(reduce_undisturbed, algorithm, last_numel, nodes=(2, 2)) == [expected] * 4
+
+
+def transfers_posted(num_buckets: int) -> int:
+    """How many transfers the leader of the first node has posted between the nodes while the other node is silent."""
+    posted = 0
+    advance = Engine.advance
+
+    def count(self: Engine, piece: Any, stage: str, is_first: bool) -> None:
+        nonlocal posted
+        advance(self, piece, stage, is_first)
+        posted += stage == "scatter"
+
+    store, rank = dist.PrefixStore("posted", dist.distributed_c10d._get_default_store()), current_case().rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "advance", count)
+        with engine("hierarchical") as made:
+            if rank == 2:
+                store.wait(["counted"])
+            futures = [made.submit(torch.ones(50_000), index) for index in range(num_buckets)]
+            if rank == 0:
+                deadline = time.monotonic() + 10
+                while posted < num_buckets and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert not any(future.done() for future in futures)
+                store.set("counted", "yes")
+                return posted
+            for future in futures:
+                future.wait()
+    return 0
+
+
+def test_a_stage_keeps_several_transfers_posted(ranks: RankPool) -> None:
+    """What latency costs is paid once for all that is in flight: the other node is late, and nobody waits to post."""
+    assert ranks.run(transfers_posted, 4, nodes=(2, 2))[0] == 4
 
 
 def test_close_ends_the_threads(ranks: RankPool) -> None:

@@ -30,7 +30,7 @@ TIMEOUT_S = 3.0
 @contextmanager
 def failing_phase(stage: str, bucket: int = BAD_BUCKET) -> Iterator[None]:
     """On one rank, a stage raises when it comes to a bucket."""
-    advance = Engine._advance
+    advance = Engine.advance
 
     def fail(self: Engine, piece: Any, at: str, *args: Any, **kwargs: Any) -> None:
         if current_case().rank == BAD_RANK and piece.bucket.index == bucket and at == stage:
@@ -38,7 +38,7 @@ def failing_phase(stage: str, bucket: int = BAD_BUCKET) -> Iterator[None]:
         advance(self, piece, at, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_advance", fail)
+        patch.setattr(Engine, "advance", fail)
         yield
 
 

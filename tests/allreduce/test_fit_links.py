@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
-from lightning_fourmin.allreduce.fit_links import fit_links, fit_transfer
+from lightning_fourmin.allreduce.algorithms import algorithm_of
+from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links
+from lightning_fourmin.allreduce.fit_links import fit_links
 from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
 
@@ -50,7 +51,7 @@ def test_error_is_that_of_the_times() -> None:
     assert 0.02 < found.median_error < 0.2
     assert found.links.between.s_per_byte == pytest.approx(LINKS.between.s_per_byte, rel=0.2)
     errors = [
-        abs(1e3 * all_reduce_s(name, row.num_bytes, SEVERAL, found.links) / ms - 1)
+        abs(1e3 * algorithm_of(name).seconds(row.num_bytes, SEVERAL, found.links) / ms - 1)
         for row in table.rows
         for name, ms in row.milliseconds.items()
     ]
@@ -71,12 +72,3 @@ def test_nothing_is_negative() -> None:
 def test_words() -> None:
     found = fit_links(AllReduceTable.from_cost_model(SEVERAL, "gloo", LINKS), SEVERAL)
     assert str(found) == ("inside 40 us a step and 5000 MB/s, between 300 us a step and 25 MB/s; off by 0% (median)")
-
-
-def test_transfer_is_a_line_through_the_chosen_algorithm() -> None:
-    chosen = {n: 2.0 + 3e-6 * n for n in (256, 4096, 65536, 1 << 20)}
-    rows = tuple(Row(n, {"ring": ms, "hierarchical": 2 * ms}) for n, ms in chosen.items())
-    line = fit_transfer(AllReduceTable(ONE.key, "gloo", "made up", rows), 1 << 20)
-    assert (line.latency_s, line.s_per_byte) == pytest.approx((2e-3, 3e-9), rel=1e-6)
-    only_small = fit_transfer(AllReduceTable(ONE.key, "gloo", "made up", rows), 1)
-    assert only_small.latency_s + 256 * only_small.s_per_byte == pytest.approx(1e-3 * chosen[256])

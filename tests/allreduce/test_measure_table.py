@@ -15,8 +15,14 @@ from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce import measure_table as tuner
 from lightning_fourmin.allreduce.measure_table import measure_table
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
-from lightning_fourmin.allreduce.table import AllReduceTable, Row, sizes_up_to
-from lightning_fourmin.allreduce.table_csv import cached_table_path, read_table, write_table
+from lightning_fourmin.allreduce.table import (
+    AllReduceTable,
+    Row,
+    cached_table_path,
+    read_table,
+    sizes_up_to,
+    write_table,
+)
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.tune.plot import draw
 from tests.allreduce.test_engine import topology
@@ -127,7 +133,7 @@ def test_other_groups() -> None:
 def fit_twice_with_auto() -> tuple[list[str], list[str], str]:
     strategy = FourMinStrategy(table="auto")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_fourmin.allreduce.table_selection.AUTO_BUDGET_S", 1.0)
+        patch.setattr("lightning_fourmin.allreduce.measure_table.AUTO_BUDGET_S", 1.0)
         first = info_lines_of_fit(strategy)
     path = cached_table_path(strategy.topology, "gloo")
     second = info_lines_of_fit(FourMinStrategy(table="auto"))
@@ -183,13 +189,8 @@ def test_switch_points_are_where_the_lines_cross() -> None:
     assert crossing_table().only("ring").switch_points() == []
 
 
-@pytest.mark.parametrize("name", ["curves.svg", "curves.png"])
-def test_picture_shows_algorithms_and_switch_points(tmp_path: Path, name: str) -> None:
-    draw(crossing_table(), tmp_path / "new" / name)
-    picture = (tmp_path / "new" / name).read_bytes()
-    if name.endswith("png"):
-        assert picture.startswith(b"\x89PNG")
-    else:
-        text = picture.decode()
-        for word in ("hierarchical to ring", "685 B", "nodes2x2_groups2x2", "ms, median and quartiles"):
-            assert f"<!-- {word}" in text or word in text
+def test_picture_shows_algorithms_and_switch_points(tmp_path: Path) -> None:
+    draw(crossing_table(), tmp_path / "new" / "curves.svg")
+    text = (tmp_path / "new" / "curves.svg").read_text()
+    for words in ("685 B: hierarchical to ring", "nodes2x2_groups2x2", "ms, median and quartiles"):
+        assert words in text

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_fourmin.allreduce.engine import Engine
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.shared_memory import SharedArena
 from lightning_fourmin.allreduce.table import AllReduceTable
@@ -24,7 +25,7 @@ def make_engine(algorithm: str, shared_bytes: int, wire_dtype: torch.dtype | Non
     topology = Topology.build([0] * current_case().world)
     table = AllReduceTable.from_cost_model(topology, "gloo").only(algorithm)
     groups = ProcessGroups.shared(timedelta(seconds=60))
-    return Engine(topology, table, groups, torch.device("cpu"), wire_dtype, shared_bytes=shared_bytes)
+    return Engine(CommPlan(topology, table, wire_dtype), groups, torch.device("cpu"), shared_bytes=shared_bytes)
 
 
 def wrap_around(algorithm: str, wire_dtype: torch.dtype | None) -> list[int]:
@@ -79,7 +80,7 @@ def open_without_memory_on_rank_1(monkeypatched: bool) -> tuple[bool, bool]:
 def open_without_pipes_on_rank_1() -> tuple[bool, bool]:
     with pytest.MonkeyPatch.context() as patch:
         if current_case().rank == 1:
-            patch.setattr("lightning_fourmin.allreduce.ready_pipes.os.pipe", _no_pipe)
+            patch.setattr("lightning_fourmin.allreduce.shared_memory.os.pipe", _no_pipe)
         with closing(make_engine("hierarchical", shared_bytes=4_000)) as engine:
             patch.undo()
             mean = engine.submit(torch.full((1000,), float(current_case().rank)), 0).wait()

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links, all_reduce_s
-from lightning_fourmin.allreduce.table import SIZES, SWITCH_GAIN, AllReduceTable, Row, default_fusion_mb
-from lightning_fourmin.allreduce.table_csv import cached_table_path, read_table, write_table
+from lightning_fourmin.allreduce.algorithms import algorithm_of
+from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links
+from lightning_fourmin.allreduce.table import (
+    SIZES,
+    SWITCH_GAIN,
+    AllReduceTable,
+    Row,
+    cached_table_path,
+    default_fusion_mb,
+    read_table,
+    write_table,
+)
 from lightning_fourmin.allreduce.topology import Topology
 
 TWO_NODES = Topology.build([0, 0, 1, 1])
@@ -44,20 +53,20 @@ def crossing_table() -> AllReduceTable:
 
 @pytest.mark.parametrize("n", [1, 4096, 30_000_000])
 def test_ring_costs_what_the_paper_says(n: int) -> None:
-    seconds = all_reduce_s("ring", n, Topology.build([0, 0, 1, 1, 2, 2]), LINKS)
+    seconds = algorithm_of("ring").seconds(n, Topology.build([0, 0, 1, 1, 2, 2]), LINKS)
     assert seconds == pytest.approx(2 * 5 * A2 + 2 * 5 / 6 * n * B2 + 5 / 6 * n * G, rel=1e-12)
 
 
 def test_ring_inside_one_node_uses_the_link_of_the_backend() -> None:
     n = 1_000_000
-    seconds = all_reduce_s("ring", n, Topology.build([0, 0, 0]), LINKS)
+    seconds = algorithm_of("ring").seconds(n, Topology.build([0, 0, 0]), LINKS)
     assert seconds == pytest.approx(2 * 2 * A0 + 2 * 2 / 3 * n * B0 + 2 / 3 * n * G, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 4096, 30_000_000])
 def test_hierarchical_costs_what_the_paper_says(n: int) -> None:
     """3 groups of 4."""
-    seconds = all_reduce_s("hierarchical", n, Topology.build([0] * 4 + [1] * 4 + [2] * 4), LINKS)
+    seconds = algorithm_of("hierarchical").seconds(n, Topology.build([0] * 4 + [1] * 4 + [2] * 4), LINKS)
     inside = 4 * 3 * A1 + 4 * 3 / 4 * n * B1
     between = 2 * 2 * A2 + 2 * 2 / 3 * n * B2
     assert seconds == pytest.approx(inside + between + (3 / 4 + 2 / 3) * n * G, rel=1e-12)
@@ -65,7 +74,7 @@ def test_hierarchical_costs_what_the_paper_says(n: int) -> None:
 
 def test_hierarchical_waits_for_the_largest_group() -> None:
     n = 1_000_000
-    seconds = all_reduce_s("hierarchical", n, UNEQUAL, LINKS)
+    seconds = algorithm_of("hierarchical").seconds(n, UNEQUAL, LINKS)
     inside = 4 * 2 * A1 + 4 * 2 / 3 * n * B1
     between = 2 * 1 * A2 + 2 * 1 / 2 * n * B2
     assert seconds == pytest.approx(inside + between + (2 / 3 + 1 / 2) * n * G, rel=1e-12)
@@ -74,7 +83,7 @@ def test_hierarchical_waits_for_the_largest_group() -> None:
 @pytest.mark.parametrize("n", [1, 4096, 30_000_000])
 def test_torus_costs_what_the_paper_says_with_a_shared_link(n: int) -> None:
     """3 groups of 4: n / k bytes at b2' = k * b2, and the messages of k ranks queue at the node's link."""
-    seconds = all_reduce_s("torus", n, Topology.build([0] * 4 + [1] * 4 + [2] * 4), WITHOUT_SUMS)
+    seconds = algorithm_of("torus").seconds(n, Topology.build([0] * 4 + [1] * 4 + [2] * 4), WITHOUT_SUMS)
     inside = 2 * 3 * A1 + 2 * 3 / 4 * n * B1
     between = 4 * 2 * 2 * A2 + 2 * 2 / 3 * (n / 4) * (4 * B2)
     assert seconds == pytest.approx(inside + between, rel=1e-12)
@@ -83,18 +92,20 @@ def test_torus_costs_what_the_paper_says_with_a_shared_link(n: int) -> None:
 def test_torus_shares_the_sums_between_the_ranks_of_a_group() -> None:
     """A rank sums 3 foreign parts of n / 4 inside its group of 4, then 2 of n / 4 / 3 between 3 groups."""
     n, topology = 1_000_000, Topology.build([0] * 4 + [1] * 4 + [2] * 4)
-    sums_s = all_reduce_s("torus", n, topology, LINKS) - all_reduce_s("torus", n, topology, WITHOUT_SUMS)
+    sums_s = algorithm_of("torus").seconds(n, topology, LINKS) - algorithm_of("torus").seconds(
+        n, topology, WITHOUT_SUMS
+    )
     assert sums_s == pytest.approx((3 * n / 4 + 2 * n / 4 / 3) * G, rel=1e-6)
 
 
 def test_one_rank_costs_nothing() -> None:
     for algorithm in ("ring", "hierarchical", "torus"):
-        assert all_reduce_s(algorithm, 1 << 20, Topology.build([0]), LINKS) == 0
+        assert algorithm_of(algorithm).seconds(1 << 20, Topology.build([0]), LINKS) == 0
 
 
 def test_no_cost_model_for_an_unknown_algorithm() -> None:
-    with pytest.raises(ValueError, match="no cost model for algorithm 'butterfly'"):
-        all_reduce_s("butterfly", 1, TWO_NODES, LINKS)
+    with pytest.raises(ValueError, match="algorithm='butterfly' is not known"):
+        algorithm_of("butterfly").seconds(1, TWO_NODES, LINKS)
 
 
 def test_cost_model_table_holds_the_milliseconds_of_the_cost_model() -> None:
@@ -105,7 +116,7 @@ def test_cost_model_table_holds_the_milliseconds_of_the_cost_model() -> None:
     for row in made.rows:
         assert list(row.milliseconds) == ["ring", "hierarchical", "torus"]
         for algorithm, ms in row.milliseconds.items():
-            assert ms == pytest.approx(1e3 * all_reduce_s(algorithm, row.num_bytes, TWO_NODES, LINKS))
+            assert ms == pytest.approx(1e3 * algorithm_of(algorithm).seconds(row.num_bytes, TWO_NODES, LINKS))
 
 
 def test_cost_model_has_the_links_of_its_backend() -> None:
@@ -282,7 +293,7 @@ def test_two_switches_between_two_rows() -> None:
 
 @pytest.mark.parametrize(
     ("switch_bytes", "size"),
-    [(512, "512 B"), (2048, "2 KiB"), (3 << 19, "1.5 MiB"), (64 << 20, "64 MiB"), (2 << 30, "2048 MiB")],
+    [(512, "512 B"), (2048, "2 KiB"), (3 << 19, "1.5 MiB"), (64 << 20, "64 MiB"), (2 << 30, "2 GiB")],
 )
 def test_summary_of_a_switch(switch_bytes: int, size: str) -> None:
     assert crossing_table().with_switch(switch_bytes).summary() == f"hierarchical up to {size}, ring above"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fourmin import FourMinStrategy, ScalingMonitor
-from lightning_fourmin.allreduce.meter import BucketTimes, Meter, TakenTimes
+from lightning_fourmin.allreduce.measure import BucketTimes, Meter, Spans, Stamp, TakenTimes
 from lightning_fourmin.callbacks.scaling_monitor import ScalingSummary, _Step, summarize
 from lightning_fourmin.errors import LostRankError
 from tests.strategy.test_ddp_features import TwoOptimizers
@@ -31,8 +31,12 @@ WITHOUT_ENGINE = {f"fourmin/{name}" for name in ("N", "T", "step_ms")}
 
 def communication(*buckets: tuple[int, float, float, float], waits: tuple[tuple[float, float], ...] = ()) -> Any:
     """Of buckets given as backward pass, handed over, handed on, done."""
-    times = tuple(BucketTimes(backward, 100, over, handed_on=on, done=done) for backward, over, on, done in buckets)
-    return TakenTimes(times, waits).communication()
+    times = tuple(BucketTimes(backward, 100, *map(stamp, moments)) for backward, *moments in buckets)
+    return TakenTimes(times, tuple((stamp(start), stamp(stop)) for start, stop in waits)).communication()
+
+
+def stamp(seconds: float) -> Stamp:
+    return Stamp(round(seconds * 1e9))
 
 
 def test_exposed_is_what_the_main_thread_cannot_compute() -> None:
@@ -56,7 +60,9 @@ def test_validation_in_the_middle_of_a_step_does_not_count(monkeypatch: pytest.M
     monkeypatch.setattr("lightning_fourmin.callbacks.scaling_monitor.time.perf_counter", lambda: next(clock))
     monitor, nobody = ScalingMonitor(), cast(Any, None)
     monitor._start_s, monitor._num_samples = 15.0, 8
-    monitor._meter = meter = Meter(torch.device("cpu"))
+    spans = Spans(torch.device("cpu"))
+    monitor._meter = meter = Meter(spans)
+    spans.listen(meter)
     monitor.on_validation_start(nobody, nobody)
     with meter.waiting():
         pass
@@ -67,8 +73,6 @@ def test_validation_in_the_middle_of_a_step_does_not_count(monkeypatch: pytest.M
 
 def test_nothing_under_way_costs_nothing() -> None:
     assert communication() == (0.0, 0.0, 0)
-    unfinished = TakenTimes((BucketTimes(1, 100, 3.0),), ())
-    assert unfinished.communication() == (0.0, 0.0, 0)
 
 
 def test_summary_of_ranks() -> None:

@@ -149,7 +149,7 @@ def test_ctrl_c_and_resume(fourmin: Fourmin, tmp_path: Path) -> None:
     assert metrics["train/loss"].steps.tolist() == list(range(3 * (num_epochs + 2)))
     assert resumed_steps(metrics) == [3 * min(epochs)]
     page = Page(resumed / "report.html")
-    assert f"The run went on from a checkpoint after step {3 * min(epochs)}: dotted lines." in page.text
+    assert f"The run was resumed from a checkpoint after step {3 * min(epochs)}: dotted lines." in page.text
 
 
 def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmin: Fourmin, tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from torch.utils.data import default_collate
 from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.index import Index, Split, read_index
 from lightning_fourmin.data.loader import EvalLoader, TrainLoader
-from lightning_fourmin.data.partition import Deal
+from lightning_fourmin.data.partition import Partition
 from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.data.transforms import EvalImage
 from lightning_fourmin.errors import ShardError
 from tests.support.shards import jpeg, number_of, write_numbers, write_shard
 
 IMAGE = EvalImage(size=8, resize=8, num_classes=5)
-ONE_RANK = Deal(1, 3, 1)
+ONE_RANK = Partition(1, 3, 1)
 
 
 def write_images(folder: Path, *special: dict[str, Any]) -> None:
@@ -34,12 +34,17 @@ def write_images(folder: Path, *special: dict[str, Any]) -> None:
 
 
 def loader(
-    folder: Path, transform: Any = IMAGE, num_workers: int = 0, deal: Deal = ONE_RANK, rank: int = 0, **kwargs: Any
+    folder: Path,
+    transform: Any = IMAGE,
+    num_workers: int = 0,
+    partition: Partition = ONE_RANK,
+    rank: int = 0,
+    **kwargs: Any,
 ) -> EvalLoader:
     split = read_index(str(folder)).splits["train"]
     options = {"seed": 0, "window": 0, "collate": default_collate, "on_error": "raise"} | kwargs
     data = ShardDataset(split, str(folder), transform=transform, **options)
-    return EvalLoader(data, deal, rank, num_workers=num_workers, prefetch_factor=2, pin_memory=False)
+    return EvalLoader(data, partition, rank, num_workers=num_workers, prefetch_factor=2, pin_memory=False)
 
 
 def labels(found: Any) -> list[list[int]]:
@@ -126,7 +131,7 @@ def test_a_rank_with_nothing_good_to_evaluate_says_so(tmp_path: Path) -> None:
     """The others would wait for its metrics."""
     write_images(tmp_path)
     (tmp_path / "train-1.tar").unlink()
-    first, second = (loader(tmp_path, deal=Deal(2, 3, 1), rank=rank, on_error="omit") for rank in range(2))
+    first, second = (loader(tmp_path, partition=Partition(2, 3, 1), rank=rank, on_error="omit") for rank in range(2))
     assert labels(first) == [[0, 1], [2, 3]]
     message = r"train-1.tar cannot be opened: .*\(and no other sample that rank 1 evaluates is good\)"
     with pytest.raises(ShardError, match=message):
@@ -211,7 +216,7 @@ def test_counts_stay_equal_on_all_ranks(tmp_path: Path) -> None:
         split, str(tmp_path), transform=IMAGE, seed=0, window=3, collate=default_collate, on_error="repeat"
     )
     options = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": False, "remainder": "drop"}
-    counts = [[len(batch[1]) for batch in TrainLoader(data, Deal(2, 2, 1), rank, **options)] for rank in range(2)]
+    counts = [[len(batch[1]) for batch in TrainLoader(data, Partition(2, 2, 1), rank, **options)] for rank in range(2)]
     assert counts == [[2, 2], [2, 2]]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_fourmin.callbacks.data_monitor import DataMonitor
 from lightning_fourmin.errors import ShardError
 from tests.support.counting import Counting, SaveAt, numbers_module
 from tests.support.pool import RankPool
@@ -107,7 +108,8 @@ def test_training_on_damaged_samples_stays_even(ranks: RankPool, tmp_path: Path)
 
 def skipped_in_training(path: str, folder: str) -> list[float]:
     logger = CSVLogger(folder)
-    trainer = rank_trainer("fourmin", max_epochs=1, limit_val_batches=0, logger=logger, log_every_n_steps=3)
+    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 3, "callbacks": [DataMonitor()]}
+    trainer = rank_trainer("fourmin", max_epochs=1, limit_val_batches=0, **options)
     trainer.fit(Counting(), numbers_module(path, 5, on_error="skip"))
     if trainer.global_rank:
         return []

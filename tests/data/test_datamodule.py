@@ -1,6 +1,5 @@
-"""ShardDataModule with a Trainer in one process: epochs, resume, normalisation, logging, demo data."""
+"""ShardDataModule with a Trainer in one process: epochs, resume, normalisation, demo data."""
 
-import csv
 import os
 import pickle
 import re
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor
 
@@ -221,6 +219,22 @@ def test_another_global_batch_in_mid_epoch(
     assert sum(map(len, second)) == NUM_SAMPLES // whole_step * whole_step
 
 
+def test_a_trainer_that_resumes_twice_counts_right_both_times(path: str, tmp_path: Path) -> None:
+    """What corrects Lightning's count of batches stays in the Trainer, and must not do so for another checkpoint."""
+    for at in (1, 3):
+        fit(path, callbacks=[SaveAt(tmp_path / f"{at}.ckpt", "batch", at)], max_epochs=1)
+    ends = Ends()
+    training = trainer(max_epochs=1, callbacks=[ends])
+    num_callbacks = []
+    # Of the 20 samples in batches of 4, 16 or 8 are left. The last run has the batches of the checkpoint.
+    for at, batch_size, num_batches in ((1, 3, 5), (3, 3, 2), (1, 3, 5), (1, BATCH_SIZE, 4)):
+        ends.seen.clear()
+        training.fit(Counting(), numbers_module(path, batch_size), ckpt_path=tmp_path / f"{at}.ckpt")
+        assert [is_last for is_last, _ in ends.seen] == [False] * (num_batches - 1) + [True]
+        num_callbacks.append(len(training.callbacks))
+    assert len(set(num_callbacks)) == 1
+
+
 def test_another_global_batch_that_the_rest_does_not_fill(path: str, tmp_path: Path) -> None:
     for hook, at in (("batch", 2), ("epoch", NUM_BATCHES)):
         fit(path, callbacks=[SaveAt(tmp_path / f"{hook}.ckpt", hook, at)])
@@ -362,18 +376,6 @@ def test_digits_need_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         digits_folder()
     assert not list((tmp_path / "lightning_fourmin").iterdir())
-
-
-def test_waiting_and_skipped_samples_are_logged(path: str, tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    training = trainer(logger=logger, log_every_n_steps=2, max_epochs=1)
-    training.fit(Counting(), numbers_module(path, BATCH_SIZE))
-    logger.save()
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["data_wait_ms"]]
-    assert [int(row["step"]) for row in rows] == [1, 3]
-    assert all(float(row["data_wait_ms"]) > 0 for row in rows)
-    assert all(float(row["data_skipped"]) == 0 for row in rows)
 
 
 def test_workers_end_with_the_run(path: str) -> None:

@@ -21,7 +21,7 @@ from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.index import Index, Shard, Split, read_index
 from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
 from lightning_fourmin.data.pack.check_shard import CheckTask, check_shard
-from lightning_fourmin.data.partition import Deal
+from lightning_fourmin.data.partition import Partition
 from lightning_fourmin.data.transforms import EvalImage, TrainImage
 from lightning_fourmin.errors import ShardError
 from tests.support.shards import jpeg
@@ -105,9 +105,9 @@ def read(folder: Path, on_error: str) -> None:
     for window, transform in ((3, TrainImage(8, len(CLASSES))), (0, EvalImage(8, len(CLASSES), resize=9))):
         data = ShardDataset(split, str(folder), window=window, transform=transform, **common)
         if window:
-            consume(TrainLoader(data, Deal(1, 2, 1), 0, remainder="wrap", **OPTIONS))
+            consume(TrainLoader(data, Partition(1, 2, 1), 0, remainder="wrap", **OPTIONS))
         else:
-            consume(EvalLoader(data, Deal(1, 2, 1), 0, **OPTIONS))
+            consume(EvalLoader(data, Partition(1, 2, 1), 0, **OPTIONS))
 
 
 def error_of(work: Callable[..., None], *args: Any) -> str:

@@ -1,4 +1,4 @@
-"""Loaders over real shards: every sample once, the same line for any ranks and workers, states that go on anywhere."""
+"""Loaders over real shards: every sample once, one order for any ranks and workers, states that resume anywhere."""
 
 import json
 import pickle
@@ -18,15 +18,15 @@ from torch.utils.data import default_collate
 from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.loader import EvalLoader, TrainLoader
-from lightning_fourmin.data.order import Stretch
-from lightning_fourmin.data.partition import Deal
+from lightning_fourmin.data.order import Span
+from lightning_fourmin.data.partition import Partition
 from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.errors import ShardError
 from tests.support.shards import number_of, write_numbers
 
 SHARD_SIZES = (7, 0, 12, 1, 5, 9)
 NUM_SAMPLES = sum(SHARD_SIZES)
-ONE_RANK = Deal(world=1, batch_size=4, num_workers=1)
+ONE_RANK = Partition(world=1, batch_size=4, num_workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def dataset(split: Split, folder: Path, transform: Any = number_of, **kwargs: An
 
 
 def train_loader(
-    split: Split, folder: Path, rank: int = 0, deal: Deal = ONE_RANK, processes: bool = False, **kwargs: Any
+    split: Split, folder: Path, rank: int = 0, partition: Partition = ONE_RANK, processes: bool = False, **kwargs: Any
 ) -> TrainLoader:
     of_loader = {"remainder": kwargs.pop("remainder", "drop"), "num_accumulated": kwargs.pop("num_accumulated", 1)}
-    num_workers = deal.num_workers if processes else 0
+    num_workers = partition.num_workers if processes else 0
     data = dataset(split, folder, **kwargs)
-    return TrainLoader(data, deal, rank, num_workers=num_workers, prefetch_factor=2, pin_memory=False, **of_loader)
+    return TrainLoader(data, partition, rank, num_workers=num_workers, prefetch_factor=2, pin_memory=False, **of_loader)
 
 
 def take(loader: Any, num_batches: int | None = None) -> list[list[int]]:
@@ -70,51 +70,60 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any),
-    st.builds(Deal, world=st.integers(1, 4), batch_size=st.integers(1, 3), num_workers=st.integers(1, 2)),
+    st.builds(Partition, world=st.integers(1, 4), batch_size=st.integers(1, 3), num_workers=st.integers(1, 2)),
     st.integers(1, 9),
 )
-def test_any_ranks_and_workers_read_every_sample_once(root: Path, sizes: list[int], deal: Deal, window: int) -> None:
+def test_any_ranks_and_workers_read_every_sample_once(
+    root: Path, sizes: list[int], partition: Partition, window: int
+) -> None:
     path = root / "-".join(map(str, sizes))
     path.mkdir(exist_ok=True)
     split = write_numbers(path, sizes)
     seen: Counter[int] = Counter()
-    for rank in range(deal.world):
-        loader = train_loader(split, path, rank, deal, remainder="wrap", window=window)
+    for rank in range(partition.world):
+        loader = train_loader(split, path, rank, partition, remainder="wrap", window=window)
         epoch = take(loader)
-        assert len(epoch) == len(loader) == -(-sum(sizes) // deal.global_batch)
+        assert len(epoch) == len(loader) == -(-sum(sizes) // partition.global_batch)
         seen.update(number for batch in epoch for number in batch)
     assert set(seen) == set(range(sum(sizes)))
     assert max(seen.values()) - min(seen.values()) <= 1
-    if sum(sizes) >= deal.world:
+    if sum(sizes) >= partition.world:
         options = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": False}
-        evals = [EvalLoader(dataset(split, path, window=0), deal, rank, **options) for rank in range(deal.world)]
+        evals = [
+            EvalLoader(dataset(split, path, window=0), partition, rank, **options) for rank in range(partition.world)
+        ]
         numbers = [number for loader in evals for batch in take(loader) for number in batch]
         assert sorted(numbers) == list(range(sum(sizes)))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_worker_processes_give_what_one_process_gives(split: Split, folder: Path, num_workers: int) -> None:
-    deal = Deal(2, 3, num_workers)
+    partition = Partition(2, 3, num_workers)
     for rank in range(2):
-        with_processes = train_loader(split, folder, rank, deal, processes=True)
-        without = train_loader(split, folder, rank, deal)
+        with_processes = train_loader(split, folder, rank, partition, processes=True)
+        without = train_loader(split, folder, rank, partition)
         for _ in range(3):
             assert take(with_processes) == take(without)
 
 
-def test_the_line_is_the_same_whatever_the_ranks(split: Split, folder: Path) -> None:
-    """One rank with one worker reads the line itself; the lanes of others, put together, are that line again."""
-    line = [number for batch in take(train_loader(split, folder, deal=Deal(1, 1, 1))) for number in batch]
-    for deal in (Deal(2, 17, 1), Deal(4, 2, 1), Deal(2, 4, 2)):
+def test_the_order_is_the_same_whatever_the_ranks(split: Split, folder: Path) -> None:
+    """One rank with one worker reads the epoch's order itself; the ranges of other workers, joined, are it again."""
+    order = [number for batch in take(train_loader(split, folder, partition=Partition(1, 1, 1))) for number in batch]
+    for partition in (Partition(2, 17, 1), Partition(4, 2, 1), Partition(2, 4, 2)):
         joined: list[int] = []
-        for rank in range(deal.world):
-            batches = take(train_loader(split, folder, rank, deal))
-            joined += [n for worker in range(deal.num_workers) for b in batches[worker :: deal.num_workers] for n in b]
-        assert joined == line[: len(joined)]
-        assert len(joined) == NUM_SAMPLES // deal.global_batch * deal.global_batch
+        for rank in range(partition.world):
+            batches = take(train_loader(split, folder, rank, partition))
+            joined += [
+                n
+                for worker in range(partition.num_workers)
+                for b in batches[worker :: partition.num_workers]
+                for n in b
+            ]
+        assert joined == order[: len(joined)]
+        assert len(joined) == NUM_SAMPLES // partition.global_batch * partition.global_batch
 
 
-def test_each_epoch_has_a_new_line(split: Split, folder: Path) -> None:
+def test_each_epoch_has_a_new_order(split: Split, folder: Path) -> None:
     loader = train_loader(split, folder)
     epochs = [take(loader) for _ in range(4)]
     assert len({str(epoch) for epoch in epochs}) == 4
@@ -125,7 +134,7 @@ def test_each_epoch_has_a_new_line(split: Split, folder: Path) -> None:
 def test_an_epoch_that_is_given_up_is_followed_by_the_next(split: Split, folder: Path) -> None:
     whole = train_loader(split, folder)
     epochs = [take(whole) for _ in range(3)]
-    loader = train_loader(split, folder, deal=Deal(1, 4, 1), processes=True)
+    loader = train_loader(split, folder, partition=Partition(1, 4, 1), processes=True)
     assert take(loader, 2) == epochs[0][:2]
     assert take(loader, 3) == epochs[1][:3]
     assert take(loader) == epochs[2]
@@ -142,15 +151,15 @@ def test_the_epoch_may_be_told_after_the_iterator_is_made(split: Split, folder: 
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_state_continues_with_the_very_batches(split: Split, folder: Path, processes: bool) -> None:
-    deal = Deal(2, 2, 2)
+    partition = Partition(2, 2, 2)
     for rank in range(2):
-        whole = train_loader(split, folder, rank, deal)
+        whole = train_loader(split, folder, rank, partition)
         expected = take(whole) + take(whole)
-        loader = train_loader(split, folder, rank, deal, processes)
+        loader = train_loader(split, folder, rank, partition, processes)
         found = take(loader, 3)
         for num_batches in (2, 1, None):
             state = json.loads(json.dumps(loader.state_dict()))
-            loader = train_loader(split, folder, rank, deal, processes)
+            loader = train_loader(split, folder, rank, partition, processes)
             loader.load_state_dict(state)
             assert len(loader) == 8
             found += take(loader, num_batches)
@@ -158,10 +167,39 @@ def test_a_state_continues_with_the_very_batches(split: Split, folder: Path, pro
         assert take(loader) == expected[8:]
 
 
+@pytest.mark.parametrize("num_batches", [3, None])
+def test_a_resumed_loader_counts_epochs_by_itself(split: Split, folder: Path, num_batches: int | None) -> None:
+    """Lightning's number of the epoch may be one ahead there."""
+    whole = train_loader(split, folder)
+    expected = [batch for _ in range(3) for batch in take(whole)]
+    first = train_loader(split, folder)
+    seen = take(first, num_batches)
+    loader = train_loader(split, folder)
+    loader.load_state_dict(first.state_dict())
+    for epoch in (1, 2, 3):
+        loader.set_epoch(epoch)
+        seen += take(loader)
+    assert seen[: len(expected)] == expected
+
+
+def test_at_the_end_of_an_epoch_an_iterator_may_be_empty(split: Split, folder: Path) -> None:
+    """Lightning may ask for one more batch of a resumed epoch."""
+    epochs = train_loader(split, folder)
+    state = train_loader(split, folder).state_dict() | {"left": [], "num_batches": 8}
+    at_end = [True]
+    options = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": False, "remainder": "drop"}
+    loader = TrainLoader(dataset(split, folder), ONE_RANK, 0, is_at_end=lambda: at_end[0], **options)
+    loader.load_state_dict(state)
+    assert take(loader) == []
+    at_end[0] = False
+    take(epochs)
+    assert take(loader) == take(epochs)
+
+
 def test_a_state_is_the_same_on_every_rank(split: Split, folder: Path) -> None:
     states = []
     for rank in range(4):
-        loader = train_loader(split, folder, rank, Deal(4, 2, 2))
+        loader = train_loader(split, folder, rank, Partition(4, 2, 2))
         take(loader, 3)
         states.append(loader.state_dict())
     assert all(state == states[0] for state in states)
@@ -170,8 +208,8 @@ def test_a_state_is_the_same_on_every_rank(split: Split, folder: Path) -> None:
 def test_a_state_continues_on_other_ranks_and_workers(split: Split, folder: Path) -> None:
     seen: list[int] = []
     state: dict[str, Any] | None = None
-    for deal, num_batches in ((Deal(2, 3, 2), 2), (Deal(3, 2, 1), 1), (Deal(1, 6, 3), None)):
-        loaders = [train_loader(split, folder, rank, deal) for rank in range(deal.world)]
+    for partition, num_batches in ((Partition(2, 3, 2), 2), (Partition(3, 2, 1), 1), (Partition(1, 6, 3), None)):
+        loaders = [train_loader(split, folder, rank, partition) for rank in range(partition.world)]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
@@ -179,8 +217,8 @@ def test_a_state_continues_on_other_ranks_and_workers(split: Split, folder: Path
         state = loaders[0].state_dict()
     assert state is not None
     assert state["left"] == []
-    line = [number for batch in take(train_loader(split, folder, deal=Deal(1, 1, 1))) for number in batch]
-    assert sorted(seen) == sorted(line[: NUM_SAMPLES // 6 * 6])
+    order = [number for batch in take(train_loader(split, folder, partition=Partition(1, 1, 1))) for number in batch]
+    assert sorted(seen) == sorted(order[: NUM_SAMPLES // 6 * 6])
 
 
 def test_a_state_from_the_end_of_an_epoch_starts_the_next(split: Split, folder: Path) -> None:
@@ -188,9 +226,9 @@ def test_a_state_from_the_end_of_an_epoch_starts_the_next(split: Split, folder: 
     take(loader)
     state = loader.state_dict()
     # At the end of an epoch anything may change.
-    other = train_loader(split, folder, deal=Deal(1, 3, 1), window=4)
+    other = train_loader(split, folder, partition=Partition(1, 3, 1), window=4)
     other.load_state_dict(state)
-    expected = train_loader(split, folder, deal=Deal(1, 3, 1), window=4)
+    expected = train_loader(split, folder, partition=Partition(1, 3, 1), window=4)
     expected.set_epoch(1)
     assert take(other) == take(expected)
 
@@ -222,8 +260,8 @@ def test_the_rest_of_an_epoch_needs_the_same_data(split: Split, folder: Path, tm
 
 def test_workers_may_be_spawned(split: Split, folder: Path) -> None:
     data = pickle.loads(pickle.dumps(dataset(split, folder)))
-    ticket = next(ONE_RANK.train((Stretch(0, 8),), 0).tickets(0))
-    assert data[ticket].batch.tolist() == take(train_loader(split, folder), 1)[0]
+    request = next(ONE_RANK.train((Span(0, 8),), 0).requests(0))
+    assert data[request].batch.tolist() == take(train_loader(split, folder), 1)[0]
 
 
 def draw(sample: Sample, rng: np.random.Generator) -> torch.Tensor:
@@ -231,19 +269,19 @@ def draw(sample: Sample, rng: np.random.Generator) -> torch.Tensor:
 
 
 def test_augmentation_depends_on_seed_epoch_and_sample_only(split: Split, folder: Path) -> None:
-    def draws(epoch: int, seed: int, deal: Deal) -> dict[int, int]:
+    def draws(epoch: int, seed: int, partition: Partition) -> dict[int, int]:
         found = {}
-        for rank in range(deal.world):
-            loader = train_loader(split, folder, rank, deal, remainder="wrap", transform=draw, seed=seed)
+        for rank in range(partition.world):
+            loader = train_loader(split, folder, rank, partition, remainder="wrap", transform=draw, seed=seed)
             loader.set_epoch(epoch)
             for batch in loader:
                 found.update(batch.tolist())
         return found
 
-    one = draws(1, 5, Deal(1, 4, 1))
-    assert draws(1, 5, Deal(3, 2, 2)) == one
+    one = draws(1, 5, Partition(1, 4, 1))
+    assert draws(1, 5, Partition(3, 2, 2)) == one
     assert len(set(one.values())) == NUM_SAMPLES
-    for other in (draws(2, 5, Deal(1, 4, 1)), draws(1, 6, Deal(1, 4, 1))):
+    for other in (draws(2, 5, Partition(1, 4, 1)), draws(1, 6, Partition(1, 4, 1))):
         assert not set(other.values()) & set(one.values())
 
 
@@ -252,11 +290,11 @@ def draw_by_others(sample: Sample, rng: np.random.Generator) -> torch.Tensor:
 
 
 def test_ranks_draw_different_numbers_without_the_generator_too(split: Split, folder: Path) -> None:
-    deal = Deal(2, 2, 1)
+    partition = Partition(2, 2, 1)
     drawn = []
-    for rank in range(deal.world):
+    for rank in range(partition.world):
         torch.manual_seed(3)
-        (batch,) = islice(train_loader(split, folder, rank, deal, processes=True, transform=draw_by_others), 1)
+        (batch,) = islice(train_loader(split, folder, rank, partition, processes=True, transform=draw_by_others), 1)
         drawn.append(batch)
     assert (drawn[0] != drawn[1]).all()
 
@@ -266,15 +304,15 @@ def test_a_missing_shard_is_skipped_the_same_way_on_any_ranks_and_resumed(tmp_pa
     (tmp_path / split.shards[1].name).unlink()
     by_ranks = []
     for world in (1, 2, 4):
-        deal = Deal(world, 8 // world, 1)
-        loaders = [train_loader(split, tmp_path, rank, deal, on_error="repeat", window=4) for rank in range(world)]
+        partition = Partition(world, 8 // world, 1)
+        loaders = [train_loader(split, tmp_path, rank, partition, on_error="repeat", window=4) for rank in range(world)]
         batches = [take(loader) for loader in loaders]
         assert [len(one) for one in batches] == [9] * world
         assert sum(loader.num_skipped for loader in loaders) == 24
         by_ranks.append({number for one in batches for batch in one for number in batch})
-        loader = train_loader(split, tmp_path, 0, deal, on_error="repeat", window=4)
+        loader = train_loader(split, tmp_path, 0, partition, on_error="repeat", window=4)
         first = take(loader, 4)
-        resumed = train_loader(split, tmp_path, 0, deal, on_error="repeat", window=4)
+        resumed = train_loader(split, tmp_path, 0, partition, on_error="repeat", window=4)
         resumed.load_state_dict(loader.state_dict())
         assert [*first, *take(resumed)] == batches[0]
     assert all(len(numbers) == 48 for numbers in by_ranks)
@@ -282,12 +320,12 @@ def test_a_missing_shard_is_skipped_the_same_way_on_any_ranks_and_resumed(tmp_pa
 
 def test_too_few_samples(split: Split, folder: Path) -> None:
     with pytest.raises(ShardError, match=r"34 samples, less than the global batch of 36 \(3 ranks x 12\)"):
-        train_loader(split, folder, deal=Deal(3, 12, 1))
+        train_loader(split, folder, partition=Partition(3, 12, 1))
     message = r"the global batch of 36 \(3 ranks x 4 x 3 batches a step\): lower batch_size or accumulation,"
     with pytest.raises(ShardError, match=message):
-        train_loader(split, folder, deal=Deal(3, 4, 1), num_accumulated=3)
+        train_loader(split, folder, partition=Partition(3, 4, 1), num_accumulated=3)
     with pytest.raises(ShardError, match="34 samples for 35 ranks"):
-        EvalLoader(dataset(split, folder), Deal(35, 1, 1), 0, num_workers=0, prefetch_factor=2, pin_memory=False)
+        EvalLoader(dataset(split, folder), Partition(35, 1, 1), 0, num_workers=0, prefetch_factor=2, pin_memory=False)
 
 
 def slow(sample: Sample, rng: np.random.Generator) -> int:

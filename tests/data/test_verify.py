@@ -20,7 +20,7 @@ from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.index import Index, Shard, Split, read_index
 from lightning_fourmin.data.loader import EvalLoader
 from lightning_fourmin.data.pack.verify import Report, VerifyOptions, verify
-from lightning_fourmin.data.partition import Deal
+from lightning_fourmin.data.partition import Partition
 from lightning_fourmin.errors import ShardError
 from tests.support.shards import jpeg, number_of, write_numbers, write_shard
 
@@ -248,7 +248,7 @@ def numbers(path: str, pipes: bool = False) -> list[int]:
         on_error="raise",
     )
     options = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": False}
-    loaders = [EvalLoader(data, Deal(2, 4, 1), rank, **options) for rank in range(2)]
+    loaders = [EvalLoader(data, Partition(2, 4, 1), rank, **options) for rank in range(2)]
     return [number for loader in loaders for batch in loader for number in batch.tolist()]
 
 

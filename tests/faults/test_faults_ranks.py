@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -12,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.faults.missing_ranks import RollCall
+from lightning_fourmin.errors import LostRankError
+from lightning_fourmin.faults.missing_ranks import MissingRanks, Wait
 from tests.support.dying import KILLED, Death, fit_until_a_rank_dies
 from tests.support.parity import Net, images
 from tests.support.pool import RankFailure, RankPool
@@ -102,37 +104,52 @@ def test_an_error_of_all_ranks_stays_their_own_and_leaves_nothing(ranks: RankPoo
         assert num_more <= 0
 
 
-def call_because_of_data() -> str:
-    """What rank 0 hears when rank 1 cannot reach its data."""
-    heard: SimpleQueue[str] = SimpleQueue()
-    roll_call = RollCall(lambda found: heard.put(str(found)))
-    text = ""
-    if current_case().rank == 1:
-        roll_call.explain(OSError("http://host/train-000.tar: Connection refused"))
-    else:
-        text = heard.get(timeout=20)
-    dist.barrier()
-    roll_call.close()
+class Hears:
+    """Waits for nothing, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.errors: SimpleQueue[str] = SimpleQueue()
+
+    def waits(self) -> list[Wait]:
+        return []
+
+    def fail(self, error: LostRankError) -> None:
+        self.errors.put(str(error))
+
+
+def fail_because_of_data() -> str:
+    """What the others hear when rank 1 cannot reach its data, and which ranks have heard when it leaves."""
+    hears, text = Hears(), ""
+    with closing(MissingRanks()) as missing_ranks:
+        missing_ranks.watch(hears)
+        dist.barrier()
+        if current_case().rank == 1:
+            missing_ranks.explain(OSError("http://host/train-000.tar: Connection refused"))
+            text = " ".join(heard for (heard,) in missing_ranks._board.columns("heard"))
+        else:
+            text = hears.errors.get(timeout=20)
+        dist.barrier()
     return text
 
 
 def test_a_connection_of_the_data_is_the_ranks_own_fault(ranks: RankPool) -> None:
-    heard = ranks.run(call_because_of_data, world=2)[0]
-    assert heard.startswith("rank 1 failed: OSError: http://host/train-000.tar: Connection refused")
+    answers = ranks.run(fail_because_of_data, world=3)
+    assert answers.pop(1) == "yes yes yes", "the store may leave with a rank that fails"
+    for heard in answers:
+        assert heard.startswith("rank 1 failed: OSError: http://host/train-000.tar: Connection refused")
 
 
-def call_with_all_present() -> str:
+def fail_with_all_present() -> str:
     error = RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer")
-    roll_call = RollCall(lambda found: None)
-    if current_case().rank == 0:
-        roll_call.explain(error)
-    dist.barrier()
-    roll_call.close()
+    with closing(MissingRanks()) as missing_ranks:
+        if current_case().rank == 0:
+            missing_ranks.explain(error)
+        dist.barrier()
     return str(error)
 
 
 def test_nobody_is_blamed_who_answers(ranks: RankPool) -> None:
-    assert ranks.run(call_with_all_present, world=3) == ["gloo/transport/tcp/pair.cc: Connection reset by peer"] * 3
+    assert ranks.run(fail_with_all_present, world=3) == ["gloo/transport/tcp/pair.cc: Connection reset by peer"] * 3
 
 
 def clean_fit() -> list[str]:

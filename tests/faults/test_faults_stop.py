@@ -42,7 +42,7 @@ def fit(signal_name: str | None, after_s: float, timeout_s: float, folder: Path)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_fourmin.faults.stall_watch").addHandler(handler)
+    logging.getLogger("lightning_fourmin.faults.missing_ranks").addHandler(handler)
     torch.manual_seed(1)
     net = Stopping(signal_name, after_s)
     strategy = FourMinStrategy(fusion_mb=0.1, stall_warning_s=0.4, timeout=timedelta(seconds=timeout_s))

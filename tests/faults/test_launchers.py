@@ -135,3 +135,25 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
         assert run.process.wait(60) == 1, run.output
         assert run.left() == []
         assert "Traceback" not in run.output
+
+
+def test_a_launcher_leaves_no_variables_behind_and_is_known_in_later_calls(tmp_path: Path) -> None:
+    with running([str(TESTS / "scripts" / "launch_twice.py")], tmp_path) as run:
+        assert run.process.wait(TIMEOUT_S) == -signal.SIGKILL, run.output
+        assert run.left() == []
+        assert sorted(re.findall(r"rank (\d) has (.*)", run.output)) == [
+            ("0", "[]"),
+            ("1", "['FOURMIN_LAUNCHER_NOTE', 'FOURMIN_LAUNCHER_PID']"),
+        ]
+
+
+@pytest.mark.parametrize(("start_method", "last_rank"), [("popen", 0), ("spawn", 0), ("spawn", 1), ("fork", 0)])
+def test_ranks_end_well_without_a_teardown(tmp_path: Path, start_method: str, last_rank: int) -> None:
+    """A thread that came back from the store while its interpreter went down would abort the process."""
+    with running([str(TESTS / "scripts" / "leave.py"), start_method, str(last_rank)], tmp_path) as run:
+        assert run.process.wait(TIMEOUT_S) == 0, run.output
+        assert run.left() == []
+        assert run.output.count("has trained") == 2
+        assert "terminate called" not in run.output
+        if last_rank == 0:  # it hosts the store: nobody misses it
+            assert "TCPStore" not in run.output

@@ -3,35 +3,39 @@
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_fourmin.allreduce.algorithms import phase_ranks
+from lightning_fourmin import faults
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.faults.stall_watch import Wait
+from lightning_fourmin.errors import LostRankError
+from lightning_fourmin.faults.missing_ranks import MissingRanks, Wait
 from lightning_fourmin.text import rank_list
 from tests.allreduce.test_engine import engine
 from tests.allreduce.test_engine_errors import wait_for_threads
 from tests.support.pool import RankPool
-from tests.support.ranks import current_case
+from tests.support.ranks import ADDRESS, current_case
+from tests.support.teardown import group_of
 
 LIMIT_S = 0.4
 TIMEOUT_S = 2.0
 
 
 @contextmanager
-def warnings_of_the_watch() -> Iterator[list[str]]:
+def warnings_said() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_fourmin.faults.stall_watch")
+    logger = logging.getLogger("lightning_fourmin.faults.missing_ranks")
     logger.addHandler(handler)
     try:
         yield lines
@@ -57,8 +61,9 @@ def stopped(rank: int) -> Iterator[None]:
 def submit_while_one_is_stopped(algorithm: str, rank: int) -> tuple[list[str], bool]:
     """Warnings of this rank, and whether the mean is right in the end."""
     with (
-        warnings_of_the_watch() as lines,
-        engine(algorithm, stall_warning_s=LIMIT_S, shared_bytes=8192) as made,
+        warnings_said() as lines,
+        closing(MissingRanks(LIMIT_S)) as missing_ranks,
+        engine(algorithm, missing_ranks=missing_ranks, shared_bytes=8192) as made,
     ):
         mean = made.submit(torch.full((100,), float(dist.get_rank())), 0).wait()
         with stopped(rank):
@@ -94,11 +99,13 @@ def stopped_while_it_waits() -> tuple[list[str], bool]:
     pids = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     # With less, a rank on a busy machine that has not posted for two seconds would count as stopped, too.
-    with warnings_of_the_watch() as lines, engine("hierarchical", stall_warning_s=4.0) as made:
-        assert made._stall_watch is not None
-        board = made._stall_watch._board
+    with (
+        warnings_said() as lines,
+        closing(MissingRanks(4.0)) as missing_ranks,
+        engine("hierarchical", missing_ranks=missing_ranks) as made,
+    ):
         if me == 1:
-            while not ((posts := board.read()) and posts[0].what and posts[2].what):
+            while [bool(waits) for (waits,) in missing_ranks._board.columns("waits")] != [True, False, True]:
                 time.sleep(0.05)
             os.kill(pids[2], signal.SIGSTOP)
             # On a busy machine a signal takes effect late: rank 2 would go on and nobody would wait for it.
@@ -125,7 +132,11 @@ def test_a_rank_that_is_stopped_while_it_waits_is_named(ranks: RankPool) -> None
 def time_out_while_one_is_stopped(algorithm: str, rank: int) -> tuple[str, list[str], list[str]]:
     """Type of the error, its notes, threads that are left."""
     error = None
-    with engine(algorithm, timeout_s=TIMEOUT_S, stall_warning_s=LIMIT_S, shared_bytes=8192) as made, stopped(rank):
+    with (
+        closing(MissingRanks(LIMIT_S)) as missing_ranks,
+        engine(algorithm, timeout_s=TIMEOUT_S, missing_ranks=missing_ranks, shared_bytes=8192) as made,
+        stopped(rank),
+    ):
         made.submit(torch.ones(100), 7).wait()
         try:
             made.raise_error()
@@ -142,7 +153,7 @@ def test_the_error_at_the_timeout_says_the_same(ranks: RankPool, algorithm: str,
     for waiting, (error, notes, threads) in enumerate(answers):
         assert threads == []
         if waiting != rank:
-            # Inside a node the rank is known: its bell did not ring.
+            # Inside a node the rank is known: it has not written to its pipe.
             assert error in ("RuntimeError", "LostRankError")
             assert notes[0].startswith("in bucket 7, phase ")
             assert notes[1] == f"not arrived: rank {rank} (slow, stopped or gone?)"
@@ -150,7 +161,11 @@ def test_the_error_at_the_timeout_says_the_same(ranks: RankPool, algorithm: str,
 
 def late_but_alive() -> list[str]:
     """Rank 1 computes for longer than the limit before it hands over its bucket."""
-    with warnings_of_the_watch() as lines, engine("hierarchical", stall_warning_s=LIMIT_S) as made:
+    with (
+        warnings_said() as lines,
+        closing(MissingRanks(LIMIT_S)) as missing_ranks,
+        engine("hierarchical", missing_ranks=missing_ranks) as made,
+    ):
         if current_case().rank == 1:
             time.sleep(1.0)
         made.submit(torch.ones(1000), 0).wait()
@@ -167,43 +182,103 @@ def test_a_long_wait_is_said_once_while_it_lasts(ranks: RankPool) -> None:
     )
 
 
-def on_the_board(asking: int) -> list[str]:
-    """Who is missing to one rank when nobody has posted, when all have but once, and when all have left."""
-    answers = []
-    with engine("hierarchical", stall_warning_s=0.4) as made:
-        watch = made._stall_watch
-        assert watch is not None
-        watch.close()
-        for say in (lambda: None, lambda: watch._board.post("bucket 3"), lambda: watch._board.read(leaving=True)):
-            say()
-            dist.barrier()
-            if dist.get_rank() == asking:
-                answers.append(watch._who_is_missing(Wait(time.monotonic(), "a phase", 1)))
-            dist.barrier()
-    return answers
+class Waits:
+    """Waits for bucket 3, from long ago on."""
+
+    def __init__(self) -> None:
+        self.wait = Wait(time.monotonic() - 100, "bucket 3", 1)
+
+    def waits(self) -> list[Wait]:
+        return [self.wait]
+
+    def fail(self, error: LostRankError) -> None:
+        raise NotImplementedError
+
+
+def on_the_board(asking: int, until: str) -> str | None:
+    """Who is missing to one rank when the others have posted nothing, when they do so no more, and when they leave."""
+    waits = Waits()
+    with closing(MissingRanks(LIMIT_S)) as missing_ranks:
+        if until != "nothing" and dist.get_rank() != asking:
+            missing_ranks.watch(waits)
+            while not missing_ranks._board.columns("waits")[dist.get_rank()][0]:
+                time.sleep(0.05)
+            missing_ranks.close()
+            if until == "left":
+                missing_ranks.explain_wait(waits.wait)
+        dist.barrier()
+        found = missing_ranks.explain_wait(waits.wait) if dist.get_rank() == asking else None
+        dist.barrier()
+    return found
 
 
 def test_who_has_posted_nothing_or_nothing_new_has_not_arrived(ranks: RankPool) -> None:
-    assert ranks.run(on_the_board, 1, world=3)[1] == [
+    assert [ranks.run(on_the_board, 1, until, world=3)[1] for until in ("nothing", "posted", "left")] == [
         "not arrived: ranks 0, 2 (slow, stopped or gone?)",
         "not arrived: ranks 0, 2 (slow, stopped or gone?)",
         "all ranks have arrived and wait, so look at the network (rank 0: bucket 3; rank 2: bucket 3)",
     ]
 
 
-def store_without_answer() -> str:
-    with engine("hierarchical", stall_warning_s=30) as made:
-        watch = made._stall_watch
-        assert watch is not None
-        watch._board._store.set_timeout(timedelta(seconds=0.2))
-        watch._board._num_ranks = 3  # the third never posts, so the store keeps silent
-        return watch._who_is_missing(Wait(time.monotonic(), "a phase", 1))
+STORE_HOST = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(1000)
+"""
 
 
-def test_without_the_store_the_neighbour_is_named(ranks: RankPool) -> None:
-    assert ranks.run(store_without_answer)[0] == (
+@pytest.fixture
+def store_host() -> Iterator[tuple[int, int]]:
+    """Port and process of a store that may be stopped, as it is when rank 0 hosts it."""
+    with subprocess.Popen([sys.executable, "-c", STORE_HOST], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        try:
+            yield int(host.stdout.readline()), host.pid
+        finally:
+            host.kill()
+
+
+def wait_while_the_store_is_stopped(port: int, host: int) -> tuple[list[str], str, bool]:
+    """Rank 0 stops the store and waits for rank 1: what it is told, now and by an error, and whether it goes on."""
+    me = dist.get_rank()
+    error = RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer")
+    with pytest.MonkeyPatch.context() as patch, group_of(dist.TCPStore(ADDRESS, port, is_master=False)):
+        patch.setattr(faults.missing_ranks, "STORE_ANSWER_S", 1.0)
+        with (
+            warnings_said() as lines,
+            closing(MissingRanks(LIMIT_S)) as missing_ranks,
+            engine("hierarchical", missing_ranks=missing_ranks) as made,
+        ):
+            dist.barrier()
+            if me == 0:
+                os.kill(host, signal.SIGSTOP)
+                future = made.submit(torch.ones(100), 7)
+                deadline = time.monotonic() + 30
+                while not lines and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                missing_ranks.explain(error)
+                os.kill(host, signal.SIGCONT)
+            dist.barrier()
+            if me == 1:
+                future = made.submit(torch.ones(100), 7)
+            right = bool((future.wait() == 1).all())
+    return lines, str(error), right
+
+
+def test_a_store_that_is_stopped_holds_up_nobody(ranks: RankPool, store_host: tuple[int, int]) -> None:
+    (lines, error, right), (_, _, other_right) = ranks.run(wait_while_the_store_is_stopped, *store_host, nodes=[1, 1])
+    assert [line.partition("; ")[2] for line in lines] == [
         "it waits for rank 1; the store, which knows about the others, does not answer"
+    ]
+    assert error == (
+        "rank 0 is gone: the store of the process group, which lives in its process (under torchrun in the agent of "
+        "the first node), does not answer; resume from the last checkpoint "
+        "[gloo/transport/tcp/pair.cc: Connection reset by peer]"
     )
+    assert right
+    assert other_right
 
 
 def test_ranks_in_words() -> None:
@@ -214,8 +289,8 @@ def test_ranks_in_words() -> None:
 
 def test_ranks_of_a_phase() -> None:
     topology = Topology.build([0, 0, 1, 1])
-    assert phase_ranks("ring", "scatter", topology, 1) == (0, 1, 2, 3)
-    assert phase_ranks("hierarchical", "reduce", topology, 3) == (2, 3)
-    assert phase_ranks("hierarchical", "gather", topology, 2) == (0, 2)
-    assert phase_ranks("torus", "scatter", topology, 3) == (1, 3)
-    assert phase_ranks("torus", "broadcast", topology, 0) == (0, 1)
+    assert ALGORITHMS["ring"].peers("scatter", topology, 1) == (0, 1, 2, 3)
+    assert ALGORITHMS["hierarchical"].peers("reduce", topology, 3) == (2, 3)
+    assert ALGORITHMS["hierarchical"].peers("gather", topology, 2) == (0, 2)
+    assert ALGORITHMS["torus"].peers("scatter", topology, 3) == (1, 3)
+    assert ALGORITHMS["torus"].peers("broadcast", topology, 0) == (0, 1)

@@ -18,10 +18,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lightning_fourmin as fm
+from lightning_fourmin.allreduce.plan import CommOptions
 from lightning_fourmin.cli import VERBS
 from lightning_fourmin.cli.hydra_app import CONF
 from lightning_fourmin.models import MODELS
-from lightning_fourmin.options import CommOptions
 from pictures import draw_all
 from readme import filled
 

@@ -1,6 +1,8 @@
-"""The page of a run: real values, hostile names, missing parts, nothing from outside."""
+"""The page of a run: real values, hostile names, missing files, old run folders, nothing from outside."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +10,8 @@ import pytest
 
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
-from lightning_fourmin.report.summary import summary_so_far
 from lightning_fourmin.runs.folder import make_room, metrics_files
-from lightning_fourmin.runs.metrics import read_metrics, resumed_steps
+from lightning_fourmin.runs.metrics import read_metrics, resumed_steps, summary_so_far
 from lightning_fourmin.runs.record import (
     BucketRecord,
     Hardware,
@@ -23,6 +24,7 @@ from lightning_fourmin.runs.record import (
 from tests.support.pages import Page
 from tests.support.runs import RUN, write_run
 
+RECORDED_RUNS = Path(__file__).parents[2] / "benchmarks" / "large_batch" / "runs"
 HOSTILE = "</pre><script>alert(1)</script>\"'&lt;\x1b[31m${x}$y^{"
 SHOWN = "</pre><script>alert(1)</script>\"'&lt;${x}$y^{"
 
@@ -143,6 +145,53 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
     assert len(page.svgs) == 8
 
 
+FIRST_RUN = {
+    "format": 1,
+    "name": "digits",
+    "command": "fourmin train",
+    "started": "2026-11-16T09:02:11+00:00",
+    "versions": {"torch": "2.13.0"},
+    "hardware": {"cpu": "AMD EPYC", "cores": 2, "memory_gb": 25.3, "gpus": []},
+    "seconds": 41,
+    "status": "done",
+    "error": None,
+    "arithmetic": ["Global batch: 32 a rank x 2 ranks = 64."],
+    "model": {"name": "alexnet_bn_small", "num_parameters": 647562, "num_tensors": 26},
+    "topology": "2 ranks on 1 node",
+    "world_size": 2,
+    "fusion_plan": [{"num_tensors": 26, "num_bytes": 2590248, "dtype": "float32", "first": "b", "last": "a"}],
+    "table": {
+        "source": "cost model",
+        "topology_key": "nodes1x2_groups1x2",
+        "backend": "gloo",
+        "rows": [{"num_bytes": 256, "milliseconds": {"ring": 0.3, "hierarchical": 0.1}, "choice": "hierarchical"}],
+    },
+    "summary": {"top1": 0.961, "top5": None, "epochs": 8, "steps": 176, "images_per_s": 900.0, "N": 2},
+}
+"""What the first version that kept a record wrote; files of that format stay readable."""
+
+
+def test_the_first_record_format_makes_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(FIRST_RUN))
+    (tmp_path / "metrics.csv").write_text("epoch,lr,step,train/loss\n0,0.1,9,2.2\n0,0.2,19,1.9\n")
+    page = Page(write_report(tmp_path))
+    assert page.figures["Top-1 accuracy"] == "96.1 %"
+    assert "256 B 0.300 0.100 hierarchical" in [row.text for row in page.all("tr")]
+    assert "0 26 2.47 MiB float32 b .. a" in [row.text for row in page.all("tr")]
+    assert len(page.svgs) == 3
+
+
+@pytest.mark.parametrize("folder", sorted(RECORDED_RUNS.glob("*/seed1")), ids=lambda folder: folder.parent.name)
+def test_recorded_runs_make_a_page(tmp_path: Path, folder: Path) -> None:
+    """Runs that earlier versions of the package have left; they are not to be written to."""
+    shutil.copytree(folder, tmp_path / "run")
+    record, page = RunRecord.read(folder), Page(write_report(tmp_path / "run"))
+    assert page.all("h1")[0].text == record.name
+    assert record.summary.top1 is not None
+    assert page.figures["Top-1 accuracy"] == f"{100 * record.summary.top1:.1f} %"
+    assert page.svgs
+
+
 def test_a_text_that_no_encoding_holds(tmp_path: Path) -> None:
     page = page_of(tmp_path, replace(RUN, name="\u5b9e\u9a8c", error="broken \udcff byte \x00"))
     assert page.all("h1")[0].text == "\u5b9e\u9a8c"
@@ -258,7 +307,7 @@ def test_all_parts_of_a_resumed_run_are_one(tmp_path: Path) -> None:
     assert list(zip(metrics["lr"].steps, metrics["lr"].values, strict=True)) == [(0, 1), (10, 2), (20, 4)]
     assert metrics["train/loss"].steps.tolist() == [25]
     assert resumed_steps(metrics) == [20]
-    assert "The run went on from a checkpoint after step 20: dotted lines." in page.text
+    assert "The run was resumed from a checkpoint after step 20: dotted lines." in page.text
     assert page.figures["Top-1 accuracy"] == "50.0 %"
     (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,lr\n10,1.0,\n15,,8\n")
     metrics = read_metrics(tmp_path)
@@ -273,7 +322,7 @@ def test_speed_is_that_of_the_last_part(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,fourmin/resumed,fourmin/N,fourmin/T\n20,1,,\n20,,4,180\n30,,4,180\n")
     page = page_of(tmp_path, replace(RUN, status="preempted", summary=Summary()))
     assert (page.figures["N"], page.figures["Images per second"]) == ("4", "180")
-    assert "Command, start and speed are those of its last part; the time is that of all." in page.text
+    assert "Command, start and speed are those since the last resume; the time is that of the whole run." in page.text
 
 
 def test_a_scale_that_stays_is_not_said_to_fall(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links
-from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
-from lightning_fourmin.allreduce.table_csv import write_table
+from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli.hydra_app import CONF
 from lightning_fourmin.cli.plan import PlanOptions, predict
@@ -24,6 +23,9 @@ from lightning_fourmin.simulate.measured_cluster import with_table
 from lightning_fourmin.simulate.roofline import peak_profile
 from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques, train
 from lightning_fourmin.simulate.stragglers import Stragglers
+
+NETS_OF = "tests.simulate.test_plan"
+"""The module that holds nets to plan for, as `module=` names it."""
 
 Fourmin = Callable[..., tuple[int, str, str]]
 SMALL = ["model=resnet_small", "input_shape=[3,32,32]", "samples_per_s=5000", "num_ranks=64", "most_ranks=64"]
@@ -113,7 +115,7 @@ def test_options_of_the_model_are_those_of_the_net(fourmin: Fourmin) -> None:
 
 
 class Tiny(nn.Sequential):
-    """What `module=test_plan:Tiny` makes."""
+    """What `module=tests.simulate.test_plan:Tiny` makes."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
@@ -134,7 +136,7 @@ def not_a_module() -> str:
 def test_module_by_import_path_measured_here() -> None:
     options = PlanOptions(
         cluster=config(),
-        module="test_plan:Drawn",
+        module=f"{NETS_OF}:Drawn",
         module_options={"width": 16},
         input_shape=[4],
         layer_times="measured",
@@ -312,8 +314,8 @@ def test_training_time(scenario: Scenario) -> None:
         ),
         (["samples_per_s=null", "cluster.reference.model=resnet51"], "cluster.reference.model: "),
         (
-            ["module=test_plan:Drawn"],
-            "module=test_plan:Drawn cannot be made with module_options (Tensor.item() cannot be",
+            [f"module={NETS_OF}:Drawn"],
+            f"module={NETS_OF}:Drawn cannot be made with module_options (Tensor.item() cannot be",
         ),
         (["stragglers.jitter=0.1", "stragglers.num_backups=64"], "num_backups=64 leaves no rank of 64 to wait for"),
         (["stragglers.jitter=abc"], "stragglers.jitter: Value 'abc' of type 'str' could not be converted to Float\n"),
@@ -324,17 +326,20 @@ def test_training_time(scenario: Scenario) -> None:
             "module=nowhere:Net cannot be imported (No module named 'nowhere'): write package.file",
         ),
         (
-            ["module=test_plan:Gone", "input_shape=[4]"],
-            "module=test_plan:Gone cannot be imported (module 'test_plan' has",
+            [f"module={NETS_OF}:Gone", "input_shape=[4]"],
+            f"module={NETS_OF}:Gone cannot be imported (module '{NETS_OF}' has",
         ),
         (
-            ["module=test_plan:Tiny", "module_options={depth: 3}"],
-            "module=test_plan:Tiny cannot be made with module_options (",
+            [f"module={NETS_OF}:Tiny", "module_options={depth: 3}"],
+            f"module={NETS_OF}:Tiny cannot be made with module_options (",
         ),
         (["fusion_mb=-1"], "fusion_mb=-1 must be 0 (every gradient alone) or more"),
-        (["module=test_plan:not_a_module"], "module=test_plan:not_a_module makes a str, not a torch.nn.Module"),
         (
-            ["module=test_plan:Tiny", "input_shape=null"],
+            [f"module={NETS_OF}:not_a_module"],
+            f"module={NETS_OF}:not_a_module makes a str, not a torch.nn.Module",
+        ),
+        (
+            [f"module={NETS_OF}:Tiny", "input_shape=null"],
             "input_shape is not given: module needs the shape of one sample",
         ),
         (["table=nowhere.csv"], "table=nowhere.csv cannot be read ([Errno 2] No such file or directory"),

@@ -2,19 +2,22 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fourmin.allreduce.algorithms import algorithm_of
 from lightning_fourmin.allreduce.buckets import Bucket, FusionPlan
-from lightning_fourmin.allreduce.cost import Link, Links, all_reduce_s, phase_costs
+from lightning_fourmin.allreduce.cost import Link, Links
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Gradient, Profile
-from lightning_fourmin.simulate.step import Plan, Span, Step, simulate
+from lightning_fourmin.simulate.step import Span, Step, Wires, simulate
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with
 
 ALGORITHMS = ("ring", "hierarchical", "torus", "halving_doubling", "parameter_server")
@@ -51,6 +54,24 @@ def nodes(num_nodes: int, ranks_per_node: int, group_size: int | None = None) ->
     return Topology.build([rank // ranks_per_node for rank in range(num_nodes * ranks_per_node)], group_size)
 
 
+class Plan(NamedTuple):
+    """A plan and what it is carried out on."""
+
+    comm: CommPlan
+    wires: Wires
+
+
+def plan_on(
+    fusion: FusionPlan,
+    table: AllReduceTable,
+    topology: Topology,
+    links: Links,
+    wire_dtype: torch.dtype | None = None,
+    host: Link | None = None,
+) -> Plan:
+    return Plan(CommPlan(topology, table, wire_dtype, fusion=fusion), Wires(links, host))
+
+
 def lane(step: Step, name: str) -> list[Span]:
     return [span for span in step.spans if span.lane == name]
 
@@ -62,19 +83,19 @@ def test_units() -> None:
     """10^9 bytes at 1 GB/s between two ranks: each sends and gets half of them twice, one second in all."""
     topology = nodes(2, 1)
     made = profile((250_000_000, 0.0), forward_s=0.0, update_s=0.0)
-    step = simulate(made, Plan(fusion(made), only("ring", topology), topology, links(0.0, 1e-9)))
+    step = simulate(made, *plan_on(fusion(made), only("ring", topology), topology, links(0.0, 1e-9)))
     assert step.step_s == pytest.approx(1.0)
     # As FP16 half of them travel.
-    halved = Plan(fusion(made), only("ring", topology), topology, links(0.0, 1e-9), wire_itemsize=2)
-    assert simulate(made, halved).step_s == pytest.approx(0.5)
-    assert simulate(made, replace(halved, links=links(0.25, 1e-9))).step_s == pytest.approx(2 * 0.25 + 0.5)
+    halved = plan_on(fusion(made), only("ring", topology), topology, links(0.0, 1e-9), wire_dtype=torch.float16)
+    assert simulate(made, *halved).step_s == pytest.approx(0.5)
+    assert simulate(made, halved.comm, Wires(links(0.25, 1e-9))).step_s == pytest.approx(2 * 0.25 + 0.5)
 
 
 def test_overlap_and_queue_by_hand() -> None:
     """Three rings of 2 s: ready 1, 2 and 6 s into backward, which starts at 1 s; the wire is free at 4 and 6 s."""
     topology = nodes(2, 1)
     made = profile((1, 1.0), (1, 2.0), (1, 6.0))
-    step = simulate(made, Plan(fusion(made), only("ring", topology), topology, links(1.0, 0.0)))
+    step = simulate(made, *plan_on(fusion(made), only("ring", topology), topology, links(1.0, 0.0)))
     assert [(span.start_s, span.end_s) for span in lane(step, "scatter")] == [(2, 4), (4, 6), (7, 9)]
     assert [(s.name, s.start_s, s.end_s) for s in lane(step, "main")] == [
         ("forward", 0, 1),
@@ -89,12 +110,12 @@ def test_overlap_and_queue_by_hand() -> None:
 def test_bucket_waits_for_its_last_gradient_and_for_the_bucket_before_it() -> None:
     topology = nodes(2, 1)
     made = profile((1, 1.0), (1, 2.0), (1, 3.0))
-    plan = Plan(fusion(made, 2, 1), only("ring", topology), topology, links(0.1, 0.0))
-    assert [span.start_s for span in lane(simulate(made, plan), "scatter")] == pytest.approx([3.0, 4.0])
+    plan = plan_on(fusion(made, 2, 1), only("ring", topology), topology, links(0.1, 0.0))
+    assert [span.start_s for span in lane(simulate(made, *plan), "scatter")] == pytest.approx([3.0, 4.0])
     # Buckets cut in another order than that of readiness: the first holds the second up.
-    early, late = plan.fusion.buckets
-    turned = replace(plan, fusion=FusionPlan((late, early), (), 0))
-    assert [span.start_s for span in lane(simulate(made, turned), "scatter")] == pytest.approx([4.0, 4.2])
+    early, late = plan.comm.fusion.buckets
+    turned = Plan(replace(plan.comm, fusion=FusionPlan((late, early), (), 0)), plan.wires)
+    assert [span.start_s for span in lane(simulate(made, *turned), "scatter")] == pytest.approx([4.0, 4.2])
 
 
 def test_pieces_pass_the_stages_one_behind_the_other() -> None:
@@ -103,8 +124,8 @@ def test_pieces_pass_the_stages_one_behind_the_other() -> None:
     topology = nodes(2, 2)
     made = profile((2, 0.0), forward_s=0.0, update_s=0.0)
     table = only("hierarchical", topology, chunk_bytes=4)
-    plan = Plan(fusion(made), table, topology, links(1.0, 0.0, Link(1.0, 0.0)))
-    step = simulate(made, plan)
+    plan = plan_on(fusion(made), table, topology, links(1.0, 0.0, Link(1.0, 0.0)))
+    step = simulate(made, *plan)
     assert [(s.start_s, s.end_s) for s in lane(step, "reduce")] == [(0, 2), (2, 4)]
     assert [(s.start_s, s.end_s) for s in lane(step, "scatter")] == [(2, 4), (4, 6)]
     assert [(s.start_s, s.end_s) for s in lane(step, "broadcast")] == [(4, 6), (6, 8)]
@@ -115,7 +136,7 @@ def test_broadcasts_give_way_to_reduces() -> None:
     topology = nodes(2, 2)
     made = profile((1, 0.0), (1, 7.0), forward_s=0.0, update_s=0.0)
     made_links = links(2.0, 0.0, Link(1.0, 0.0))
-    step = simulate(made, Plan(fusion(made), only("hierarchical", topology), topology, made_links))
+    step = simulate(made, *plan_on(fusion(made), only("hierarchical", topology), topology, made_links))
     assert [(s.start_s, s.end_s) for s in lane(step, "reduce")] == [(0, 2), (7, 9)]
     assert [(s.start_s, s.end_s) for s in lane(step, "broadcast")] == [(6, 10), (13, 15)]
 
@@ -124,8 +145,8 @@ def test_cores_that_serve_communication_compute_more_slowly() -> None:
     """A ring from 2 to 6 s takes half of the cores, so 1 s of backward after 2 s takes 2; the next ring comes later."""
     topology = nodes(2, 1)
     made = profile((1, 1.0), (1, 2.0), (1, 8.0))
-    plan = Plan(fusion(made, 1, 1, 1), only("ring", topology), topology, links(2.0, 0.0), host=Link(2.0, 0.0))
-    step = simulate(made, plan)
+    plan = plan_on(fusion(made, 1, 1, 1), only("ring", topology), topology, links(2.0, 0.0), host=Link(2.0, 0.0))
+    step = simulate(made, *plan)
     assert [(s.start_s, s.end_s) for s in lane(step, "scatter")] == [(2, 6), (6, 10), (13, 17)]
     # 7 s of work are left at 2 s: 4 are done when the wire falls silent at 10 s.
     assert [(s.name, s.end_s) for s in lane(step, "main")] == [
@@ -134,7 +155,7 @@ def test_cores_that_serve_communication_compute_more_slowly() -> None:
         ("optimizer step", 17.5),
     ]
     # Communication that needs the cores all the time halts compute: 4 s for each of the two rings before the end.
-    halted = simulate(made, replace(plan, host=Link(99.0, 0.0)))
+    halted = simulate(made, plan.comm, replace(plan.wires, host=Link(99.0, 0.0)))
     assert [s.end_s for s in lane(halted, "main")][1] == 9 + 2 * 4
 
 
@@ -143,8 +164,10 @@ def test_cores_that_serve_communication_compute_more_slowly() -> None:
 def test_one_bucket_in_one_piece_takes_what_the_cost_model_says(algorithm: str, topology: Topology) -> None:
     made = profile((300_000, 0.0), forward_s=0.0, update_s=0.0)
     made_links = Links(Link(1e-5, 1e-10), Link(3e-5, 3e-10), Link(2e-4, 5e-9), 7e-11, 2)
-    plan = Plan(fusion(made), only(algorithm, topology, chunk_bytes=1 << 40), topology, made_links)
-    assert simulate(made, plan).step_s == pytest.approx(all_reduce_s(algorithm, 1_200_000, topology, made_links))
+    plan = plan_on(fusion(made), only(algorithm, topology, chunk_bytes=1 << 40), topology, made_links)
+    assert simulate(made, *plan).step_s == pytest.approx(
+        algorithm_of(algorithm).seconds(1_200_000, topology, made_links)
+    )
 
 
 # Whatever the model and the links.
@@ -167,8 +190,10 @@ LINKS = st.builds(
 
 
 def simulated(made: Profile, topology: Topology, given_links: Links, algorithm: str, itemsize: int = 4) -> Step:
-    plan = Plan(fusion(made), only(algorithm, topology), topology, given_links, itemsize)
-    return simulate(made, plan)
+    plan = plan_on(
+        fusion(made), only(algorithm, topology), topology, given_links, torch.float16 if itemsize == 2 else None
+    )
+    return simulate(made, *plan)
 
 
 @given(PROFILES, TOPOLOGIES, LINKS, st.sampled_from(ALGORITHMS), st.floats(1, 100), st.floats(1, 100))
@@ -223,15 +248,15 @@ def test_halving_doubling_costs_what_the_paper_says() -> None:
     topology, n = nodes(8, 1), 1_000_000
     made = Links(Link(0, 0), Link(0, 0), Link(2e-5, 3e-9), 1e-10)
     expected = 2 * 3 * 2e-5 + 2 * 7 / 8 * n * 3e-9 + 7 / 8 * n * 1e-10
-    assert all_reduce_s("halving_doubling", n, topology, made) == pytest.approx(expected)
+    assert algorithm_of("halving_doubling").seconds(n, topology, made) == pytest.approx(expected)
     # Two ranks more: they hand their gradients over first and get the sums last.
     more = expected + 2 * 2e-5 + 2 * n * 3e-9 + n * 1e-10
-    assert all_reduce_s("halving_doubling", n, nodes(10, 1), made) == pytest.approx(more)
+    assert algorithm_of("halving_doubling").seconds(n, nodes(10, 1), made) == pytest.approx(more)
 
 
 def test_parameter_server_takes_in_every_gradient() -> None:
     made = Links(Link(0, 0), Link(0, 0), Link(2e-5, 3e-9), 1e-10)
-    assert all_reduce_s("parameter_server", 1000, nodes(5, 1), made) == pytest.approx(
+    assert algorithm_of("parameter_server").seconds(1000, nodes(5, 1), made) == pytest.approx(
         2 * 2e-5 + 2 * 4 * 1000 * 3e-9 + 4 * 1000 * 1e-10
     )
 
@@ -239,18 +264,19 @@ def test_parameter_server_takes_in_every_gradient() -> None:
 def test_ranks_of_a_node_queue_for_its_nics() -> None:
     """2 nodes of 4: the torus sends 4 quarters at once, through one NIC, two or four."""
     costs = {
-        nics: phase_costs("torus", 4000, nodes(2, 4), links(1e-5, 1e-9, num_nics=nics))[1] for nics in (1, 2, 4, 8)
+        nics: algorithm_of("torus").costs(4000, nodes(2, 4), links(1e-5, 1e-9, num_nics=nics))[1]
+        for nics in (1, 2, 4, 8)
     }
     assert [costs[nics].transfer_s for nics in costs] == pytest.approx([4e-6, 2e-6, 1e-6, 1e-6])
     assert [costs[nics].latency_s for nics in costs] == pytest.approx([8e-5, 4e-5, 2e-5, 2e-5])
     # A leader uses one NIC; two leaders on a node share it.
-    one, two = (phase_costs("hierarchical", 4000, nodes(2, 4, k), links(0.0, 1e-9))[1] for k in (4, 2))
+    one, two = (algorithm_of("hierarchical").costs(4000, nodes(2, 4, k), links(0.0, 1e-9))[1] for k in (4, 2))
     assert (one.transfer_s, two.transfer_s) == pytest.approx((4e-6, 2 * 2 * 3 / 4 * 4e-6))
 
 
 def test_a_group_over_several_nodes_pays_the_link_between_them() -> None:
     made = Links(Link(1e-6, 0), Link(1e-6, 0), Link(1e-4, 0), 0.0)
-    inside, over = (phase_costs("hierarchical", 1, nodes(4, 2, k), made)[0].latency_s for k in (2, 4))
+    inside, over = (algorithm_of("hierarchical").costs(1, nodes(4, 2, k), made)[0].latency_s for k in (2, 4))
     assert (inside, over) == pytest.approx((2 * 1e-6, 2 * 3 * 1e-4))
 
 
@@ -273,16 +299,17 @@ def test_paces_are_those_of_the_slowest_of_all_ranks() -> None:
 def test_stragglers_are_waited_for_unless_there_are_backups() -> None:
     topology = nodes(4, 8)
     made = profile((1000, 1.0), forward_s=0.5)
-    plan = Plan(fusion(made), only("ring", topology), topology, links(1e-5, 1e-9))
-    alone = simulate(made, plan)
-    assert simulate_with(Stragglers(), made, plan) == alone
+    plan = plan_on(fusion(made), only("ring", topology), topology, links(1e-5, 1e-9))
+    alone = simulate(made, *plan)
+    assert simulate_with(Stragglers(), made, *plan) == alone
     slow = Stragglers(probability=0.05, slowdown=2.0)
-    waiting, helped = (simulate_with(replace(slow, num_backups=n), made, plan) for n in (0, 8))
+    waiting, helped = (simulate_with(replace(slow, num_backups=n), made, *plan) for n in (0, 8))
     assert alone.step_s <= helped.step_s < waiting.step_s
     assert waiting.compute_s == made.compute_s
-    assert simulate_with(slow, made, plan) == waiting
-    assert simulate_with(replace(slow, seed=7), made, plan) != waiting
-    assert simulate_with(slow, made, replace(plan, topology=nodes(1, 1))).step_s == pytest.approx(made.compute_s)
+    assert simulate_with(slow, made, *plan) == waiting
+    assert simulate_with(replace(slow, seed=7), made, *plan) != waiting
+    alone_in_world = replace(plan.comm, topology=nodes(1, 1))
+    assert simulate_with(slow, made, alone_in_world, plan.wires).step_s == pytest.approx(made.compute_s)
 
 
 def test_impossible_stragglers() -> None:

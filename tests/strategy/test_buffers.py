@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.buffers import only_batch_norm_statistics
+from lightning_fourmin.strategy import only_batch_norm_statistics
 from tests.support.pool import RankPool
 from tests.support.training import Regression, data, rank_trainer
 

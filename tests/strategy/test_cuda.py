@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_fourmin.allreduce.engine import Engine
-from lightning_fourmin.allreduce.meter import Meter
+from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
@@ -32,8 +32,8 @@ def nccl_rank(rank: int, port: int) -> None:
         # Buckets of 4 and 28 bytes are hierarchical, the large one is a ring.
         table = table.with_switch(100) if algorithm == "hybrid" else table.only(algorithm)
         for wire_dtype in (None, torch.float16):
-            engine = Engine(topology, table, ProcessGroups.shared(timeout), device, wire_dtype)
-            meter = engine.meter = Meter(device)
+            engine = Engine(CommPlan(topology, table, wire_dtype), ProcessGroups.shared(timeout), device)
+            meter = engine.measure()
             slow = torch.ones(4096, 4096, device=device)
             for _ in range(20):
                 slow = slow @ slow.clamp(max=1e-3)

@@ -133,6 +133,27 @@ def test_same_weights_as_ddp(
         assert torch.equal(found, answers[0][1][0])
 
 
+class Unused(Net):
+    """Has a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+def error_of_unused_parameters() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        train(FourMinStrategy(fusion_mb=0.05), Unused)
+    return str(raised.value)
+
+
+def test_unused_parameters_are_explained_with_the_names_of_this_strategy(ranks: RankPool) -> None:
+    for error in ranks.run(error_of_unused_parameters, nodes=(2,)):
+        assert error.startswith("It looks like your LightningModule has parameters that were not used in producing")
+        assert "`strategy='fourmin_find_unused_parameters_true'`" in error
+        assert "`strategy=FourMinStrategy(find_unused_parameters=True)`" in error
+
+
 def average_weights(strategy: DDPStrategy, kind: str) -> Tensor:
     if kind == "ema":
         averaging: Callback = EMAWeightAveraging(decay=0.8)

@@ -18,10 +18,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
-import lightning_fourmin.tested_versions
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.allreduce.table import AllReduceTable
-from lightning_fourmin.allreduce.table_csv import write_table
+from lightning_fourmin.allreduce.table import AllReduceTable, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from tests.support.pool import RankPool
 from tests.support.ranks import PoolEnvironment
@@ -106,22 +104,6 @@ def test_strategy_pickles_with_its_arguments() -> None:
     del sent["_forward_redirection"]  # has no notion of equality
     assert sent["_options"].fusion_mb == 3
     assert sent == {name: value for name, value in vars(original).items() if name in sent}
-
-
-# Versions.
-
-
-@pytest.mark.parametrize("package", ["torch", "lightning"])
-@pytest.mark.parametrize("window", [("2.0", "2.1"), ("97.0", "98.0")])
-def test_version_outside_the_tested_window_warns(
-    monkeypatch: pytest.MonkeyPatch, package: str, window: tuple[str, str]
-) -> None:
-    found = lightning_fourmin.tested_versions.TESTED[package][2]
-    monkeypatch.setitem(lightning_fourmin.tested_versions.TESTED, package, (*window, found))
-    message = rf"tested with {package} >={window[0]},<{window[1]}; this is {found}".replace("+", r"\+")
-    with pytest.warns(UserWarning, match=message) as record:
-        FourMinStrategy()
-    assert len(record) == 1
 
 
 # Devices and launchers.

@@ -1,6 +1,6 @@
-"""One line for each figure that a long test finds; `benchmarks/faults.py` makes a table of them."""
+"""The line that a long test prints for each figure it finds; `benchmarks/faults.py` makes a table of these lines."""
 
 
 def figure(what: str, value: float, unit: str) -> None:
-    """Seconds and the like are summed up by their median and the largest; `cases` are added."""
+    """Prints a figure. The table adds those whose unit is `cases`, and shows median and largest of all others."""
     print(f"FIGURE {what}: {value:.4g} {unit}")

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.algorithms import STAGES
 from lightning_fourmin.allreduce.engine import Engine
 from lightning_fourmin.errors import LostRankError
+from lightning_fourmin.faults.missing_ranks import MissingRanks
 from tests.allreduce.test_engine import engine
 from tests.allreduce.test_engine_errors import wait_for_threads
 from tests.support.parity import Net, images
@@ -52,7 +53,7 @@ class Teardown:
 
     def concerns(self, engine: Engine) -> bool:
         """Whether the engine of this rank has the stage."""
-        return self.stage in (*engine._stages, "finish")
+        return self.stage in (*engine.stages, "finish")
 
 
 class Hold:
@@ -64,7 +65,7 @@ class Hold:
 
 @contextmanager
 def held(teardown: Teardown) -> Iterator[Hold]:
-    hold, advance = Hold(), Engine._advance
+    hold, advance = Hold(), Engine.advance
 
     def advance_or_wait(self: Engine, piece: Any, stage: str, *args: Any, **kwargs: Any) -> None:
         first = piece.bucket.index == 0 and hold.armed.is_set() and not hold.there.is_set()
@@ -78,24 +79,31 @@ def held(teardown: Teardown) -> Iterator[Hold]:
                 advance(self, piece, stage, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_advance", advance_or_wait)
+        patch.setattr(Engine, "advance", advance_or_wait)
         if teardown.way == "leave":
             patch.setattr("lightning_fourmin.allreduce.engine.JOIN_S", 0.0)
         yield hold
 
 
 @contextmanager
-def own_world(number: int) -> Iterator[None]:
-    """A default group of its own, which is gone in the end."""
+def group_of(store: dist.Store) -> Iterator[None]:
+    """A default group by this store in the place of the one that there is, which is gone in the end."""
     case, timeout = current_case(), timedelta(seconds=30)
-    store = dist.TCPStore(ADDRESS, case.store_port, is_master=False, timeout=timeout)
-    prefixed = dist.PrefixStore(f"case{case.number}/world{number}", store)
-    dist.init_process_group("gloo", store=prefixed, rank=case.rank, world_size=case.world, timeout=timeout)
+    if dist.is_initialized():
+        _leave_together()
+    dist.init_process_group("gloo", store=store, rank=case.rank, world_size=case.world, timeout=timeout)
     try:
         yield
     finally:
         if dist.is_initialized():
             _leave_together()
+
+
+def own_world(number: int) -> AbstractContextManager[None]:
+    """A default group of its own in the store of the case."""
+    case = current_case()
+    store = dist.TCPStore(ADDRESS, case.store_port, is_master=False, timeout=timedelta(seconds=30))
+    return group_of(dist.PrefixStore(f"case{case.number}/world{number}", store))
 
 
 def _leave_together() -> None:
@@ -106,8 +114,12 @@ def _leave_together() -> None:
 
 def tear_engine_down(teardown: Teardown, shared_bytes: int) -> list[str]:
     """What went wrong."""
-    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "shared_bytes": shared_bytes, "stall_warning_s": 0.4}
-    with held(teardown) as hold, engine(teardown.algorithm, **options) as made:
+    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "shared_bytes": shared_bytes}
+    with (
+        held(teardown) as hold,
+        closing(MissingRanks(0.4)) as missing_ranks,
+        engine(teardown.algorithm, missing_ranks=missing_ranks, **options) as made,
+    ):
         hold.armed.set()
         futures = [made.submit(torch.ones(1000), index) for index in range(NUM_BUCKETS)]
         if teardown.concerns(made):
@@ -118,6 +130,7 @@ def tear_engine_down(teardown: Teardown, shared_bytes: int) -> list[str]:
         elif teardown.way == "destroy":
             dist.destroy_process_group()
         made.close()
+        missing_ranks.close()
         deadline = time.monotonic() + FUTURE_S
         while not all(future.done() for future in futures) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -181,7 +194,6 @@ def held_things() -> Counter[str]:
 
 def tear_down_each(teardowns: list[Teardown], shared_bytes: int = 1 << 20) -> list[str]:
     """One after the other, each in a world of its own; what went wrong in any, and what is left of it."""
-    _leave_together()
     with own_world(0):
         tear_engine_down(Teardown(teardowns[0].algorithm, "finish", "close"), shared_bytes)
     before, complaints = held_things(), []

@@ -13,7 +13,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.allreduce.table_csv import read_table
+from lightning_fourmin.allreduce.table import read_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli import main
 from lightning_fourmin.cli.tune import TuneOptions, tune
@@ -21,6 +21,9 @@ from lightning_fourmin.models import build_model
 from tests.support.pool import RankPool
 from tests.support.ranks import current_case
 from tests.support.training import Regression, data, rank_trainer
+
+NETS_OF = "tests.simulate.test_plan"
+"""The module that holds nets to plan for, as `module=` names it."""
 
 NETS: dict[str, dict[str, Any]] = {
     "model": {"model": "resnet_small", "num_classes": 2, "image_size": 8},
@@ -46,24 +49,27 @@ def tune_and_fit(path: Path, net: dict[str, Any]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_net_is_cut_and_the_next_start_uses_it(ranks: RankPool, tmp_path: Path, net: str) -> None:
+def test_next_start_uses_what_was_found(ranks: RankPool, tmp_path: Path, net: str) -> None:
     (printed, first), (silent, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", NETS[net], nodes=[2, 1])
     assert silent == ""
     assert first == second
-    assert first.endswith("buckets, fusion measured cuts")
-    (cuts,) = tmp_path.glob("table.*.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["table.csv", "table.svg", cuts.name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["table.csv", "table.svg"]
     lines = printed.splitlines()
     assert "all-reduce table for nodes1x2+1x1_groups1x2+1x1 on gloo (measured, n=" in printed
     assert any(line.startswith("links: inside ") and "off by" in line for line in lines)
-    assert f"table: {tmp_path / 'table.csv'}, picture: {tmp_path / 'table.svg'}" in lines
-    start, *others = (i for i, line in enumerate(lines) if re.match("steps, .*:", line))
-    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  ddp", lines[start + 1])
-    tried = [re.split(r" ms  n=\d+  ", line) for line in lines[(others or [start + 1])[-1] + 1 : -2]]
+    start = lines.index("steps:")
+    silent_line, ddp_line, *planned = lines[start + 1 : -3]
+    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  without communication", silent_line)
+    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  ddp", ddp_line)
+    tried = [re.split(r" ms  n=\d+  ", line) for line in planned]
     _, fastest = min((float(ms), how) for ms, how in tried)
-    assert lines[-2] == f"fastest: {fastest}: {cuts}"
+    assert lines[-3] == f"fastest: {fastest}"
+    assert lines[-2] == f"table: {tmp_path / 'table.csv'}, picture: {tmp_path / 'table.svg'}"
     assert lines[-1].startswith("Will it help you? ")
     assert "ms a step with ddp" in lines[-1]
+    threshold_mb = float(re.findall(r"^fusion_mb=([\d.e-]+),", fastest)[0])
+    assert first.endswith(f" buckets, fusion threshold {threshold_mb:g} MiB")
+    assert f"# fusion_mb: {threshold_mb}" in (tmp_path / "table.csv").read_text()
 
 
 def fourmin(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -97,11 +103,17 @@ def test_local_ranks_are_started(
         ("budget_s=-1", "budget_s=-1.0 must be above 0"),
         ("wire_dtype=fp8", "wire_dtype=fp8 is not known: choose one of null, fp32, fp16, bf16"),
         ("model=resnet51", "model=resnet51 is not known: did you mean resnet50?"),
-        ("module=test_plan:Gone", "module=test_plan:Gone cannot be imported (module 'test_plan' has"),
-        ("module=test_plan:Tiny", "input_shape is not given: module needs the shape of one sample"),
-        ("module=test_plan:Tiny input_shape=[5]", "Tiny cannot be trained with an input of [5] (mat1 and mat2"),
         (
-            "module=test_plan:Tiny input_shape=[-1]",
+            f"module={NETS_OF}:Gone",
+            f"module={NETS_OF}:Gone cannot be imported (module '{NETS_OF}' has",
+        ),
+        (f"module={NETS_OF}:Tiny", "input_shape is not given: module needs the shape of one sample"),
+        (
+            f"module={NETS_OF}:Tiny input_shape=[5]",
+            "Tiny cannot be trained with an input of [5] (mat1 and mat2",
+        ),
+        (
+            f"module={NETS_OF}:Tiny input_shape=[-1]",
             "Tiny cannot be trained with an input of [-1] (Trying to create",
         ),
         ("model=resnet_small input_shape=[0]", "ResNet cannot be trained with an input of [0] (Expected 3D"),
@@ -111,7 +123,10 @@ def test_local_ranks_are_started(
             "model=alexnet_bn_small +model.model_options.depth=3",
             "model=alexnet_bn_small cannot be made with model.model_options (alexnet_bn_small() got an unexpected",
         ),
-        ("module=test_plan:Tiny model=resnet50", "model=resnet50 and module=test_plan:Tiny: give one of them"),
+        (
+            f"module={NETS_OF}:Tiny model=resnet50",
+            f"model=resnet50 and module={NETS_OF}:Tiny: give one of them",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(
