@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 
 from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 
+from lightning_fourmin.callbacks.data_monitor import DataMonitor
 from lightning_fourmin.callbacks.finite_check import FiniteCheck
 from lightning_fourmin.callbacks.preemption import PreemptionCheckpoint
 from lightning_fourmin.callbacks.scaling_monitor import ScalingMonitor
@@ -31,6 +32,7 @@ __version__ = _version("lightning-fourmin")
 __all__ = [
     "LARS",
     "CosineSchedule",
+    "DataMonitor",
     "EvalImage",
     "FiniteCheck",
     "FourMinError",

@@ -1,1 +1,1 @@
-"""Callbacks that watch a run, and save or end it where that is due."""
+"""Callbacks that measure, check, seed and save a run."""

@@ -17,9 +17,9 @@ from lightning_fourmin.precision.plugin import FourMinPrecision
 class FiniteCheck(Callback):
     """Ends all ranks with an error, before the optimizer's step, when a gradient is not finite.
 
-    The gradients are those after the all-reduce, so all ranks decide alike; they ask each other only where ranks keep
+    The gradients are those after the all-reduce, so all ranks decide alike. They ask each other only where ranks keep
     gradients of their own (of parameters that DDP ignores, or that only optimizers have). Where the precision plugin
-    skips such steps (`FourMinPrecision`, Lightning's "16-mixed") nothing is checked here.
+    skips such steps (`FourMinPrecision`, Lightning's "16-mixed") this callback checks nothing.
     """
 
     def __init__(self) -> None:

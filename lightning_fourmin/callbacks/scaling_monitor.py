@@ -1,4 +1,11 @@
-"""Logs how training scales: T = S * N * e, what communication costs a step, and which rank the others wait for."""
+"""Logs how training scales: T = S * N * e, what communication costs a step, and which rank the others wait for.
+
+a step of one rank   |.. forward ..|.. backward ..|wait|. optimizer .|      step_s, from step's end to step's end
+buckets in flight                     [=====][========]                     busy_s
+the rank cannot compute                           =====                     exposed_s; computing_s is the rest
+
+T = samples of all ranks / step_s      e = computing_s without traffic / step_s      S = T / (N * e)
+"""
 
 import math
 import statistics
@@ -17,43 +24,45 @@ from typing_extensions import override
 
 from lightning_fourmin._lightning import ASK_BEFORE_BATCH
 from lightning_fourmin.allreduce.measure import Communication, Meter, TakenTimes
+from lightning_fourmin.callbacks.logged_steps import is_logged_step
 from lightning_fourmin.strategy import FourMinStrategy
 
 MAX_STEPS = 10_000
-"""The summary is of this many steps at most, the last ones."""
+"""The number of steps, the last ones, that the summary is about at most."""
 FIRST_ALONE, NUM_ALONE, ALONE_EVERY = 4, 3, 64
-"""Steps in which gradients are sent after backward: three soon after the start, then one of this many."""
+"""The steps in which gradients are sent after backward: from the first on this many in a row, then one of so many."""
 KEPT_ALONE = 9
+"""The number of such steps, the last ones, that the median is taken from."""
 
 
 @dataclass(frozen=True)
 class ScalingSummary:
-    """Throughput T = S * N * e of all ranks, from medians over steps; None where it is not known."""
+    """Throughput T = S * N * e of all ranks, from medians over steps. A field is None where it is not known."""
 
     S: float | None
     """Samples a second of one rank while it neither waits for others nor sends gradients."""
     N: int
-    """Ranks."""
+    """The number of ranks."""
     e: float | None
     """Scaling efficiency, 0 to 1: the share of a step that computing alone would take, mean over ranks."""
     T: float
     """Samples a second of all ranks."""
     step_ms: float
-    """From the end of one optimizer step to the end of the next."""
+    """The time from the end of one optimizer step to the end of the next."""
     comm_ms: float | None
-    """Time of a step in which gradients are under way."""
+    """The time of a step in which gradients are in flight."""
     exposed_ms: float | None
-    """Time of a step in which a rank waits for others or for gradients, and cannot compute."""
+    """The time of a step in which a rank waits for others or for gradients, and cannot compute."""
     bus_mb_per_s: float | None
     """2 (N - 1) / N times the bytes of the gradients on the wire, by `comm_ms`: comparable between numbers of ranks."""
     slowest_rank: int | None
     """The rank that computes longest."""
     slowest_wait_ms: float | None
-    """How much longer than the median of the others."""
+    """The time by which that rank computes longer than the median of the others."""
 
 
 class _Step(NamedTuple):
-    """A training step as one rank saw it; communication is NaN where it is not known."""
+    """A training step, or the medians of many, as one rank saw it; communication is NaN where it is not known."""
 
     num_samples: float
     step_s: float
@@ -61,7 +70,7 @@ class _Step(NamedTuple):
     busy_s: float
     num_bytes: float
     alone_s: float = math.nan
-    """What computing takes while no gradients are under way; NaN: unknown."""
+    """The time that computing takes while no gradients are in flight; NaN where it is not known."""
 
     @property
     def computing_s(self) -> float:
@@ -74,29 +83,38 @@ class ScalingMonitor(Callback):
     S, e and T are in the progress bar, too. Values are medians of the steps since they were last logged; `summary` has
     those of the run after a fit (in the process that trained: strategies that spawn send no callbacks back).
 
-    A step lasts from the end of one optimizer step to the end of the next, whatever it accumulates; the first of an
-    epoch begins with the epoch, and validation does not count. A rank waits where the last bucket of a backward pass
-    is not done, where the engine keeps the main thread busy, in `self.log(sync_dist=True)`, and in the broadcast that
-    Lightning starts a step with. Ranks exchange their times only when they log.
+    A step lasts from the end of one optimizer step to the end of the next, whatever it accumulates; the first step of
+    an epoch begins with the epoch, and validation does not count. A rank waits where the last bucket of a backward pass
+    is not done, where the engine keeps the main thread busy, in `self.log(sync_dist=True)`, and in the broadcast with
+    which Lightning starts a step.
 
-    Sending takes cores, memory and caches from computing, which is not a wait. To see that, gradients are now and then
-    sent after backward instead of during it (three steps soon after the start, then every 64th): what such a step
-    computes in is what S and e go by. The other figures are of the other steps.
+    Sending takes cores, memory and caches from computing, and that is no wait. To see it, gradients are now and then
+    sent after backward instead of during it (three steps soon after the start, then every 64th): S and e are computed
+    from the computing time of those steps, the other figures from the other steps.
 
-    Only the `fourmin` strategy tells when gradients are under way. With other strategies on several ranks N, T and the
+    Only the `fourmin` strategy tells when gradients are in flight. With other strategies on several ranks N, T and the
     step time are logged. On one rank e is 1.
+
+    All methods run in the main thread. Ranks exchange their times only when they log, in a collective, so whether a
+    step is logged depends on nothing that ranks may see at different times.
     """
 
     def __init__(self) -> None:
         self.summary: ScalingSummary | None = None
+        """The figures of the last fit."""
         self._meter: Meter | None = None
         self._unresolved: list[tuple[int, float, TakenTimes | None, bool]] = []
+        """Steps that were not logged yet: samples, seconds, times of buckets, whether they computed without traffic. On
+        CUDA the times are events that the device may not have reached."""
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
         self._alone_s: deque[float] = deque(maxlen=KEPT_ALONE)
+        """The computing times of the steps that computed without traffic."""
         self._num_steps = 0
         self._num_samples = 0
+        """The number of samples of the current step up to now."""
         self._start_s = self._paused_s = math.nan
         self._global_step = 0
+        """The number of steps of the optimizer when the current step began."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +129,7 @@ class ScalingMonitor(Callback):
         if self._meter is not None:
             loop = trainer.fit_loop.epoch_loop
             vars(loop)[ASK_BEFORE_BATCH] = _timed(getattr(loop, ASK_BEFORE_BATCH), self._meter)
-        # A run that goes on in the middle of an epoch is not told that one starts.
+        # In a run that resumes in the middle of an epoch Lightning does not call `on_train_epoch_start`.
         self._begin_step()
 
     @override
@@ -129,7 +147,7 @@ class ScalingMonitor(Callback):
         if self._meter is not None:
             self._meter.paused = False
         if self._num_samples:
-            # Of a step that accumulates, what came before validation still counts.
+            # What a step that accumulates has done before validation still counts.
             self._start_s += time.perf_counter() - self._paused_s
         else:
             self._begin_step()
@@ -146,11 +164,8 @@ class ScalingMonitor(Callback):
         self._num_samples += _batch_size(batch)
         if trainer.global_step != self._global_step:
             self._end_step(trainer)
-        # Not `should_update_logs`: it looks at `should_stop`, which ranks may see at different times.
-        num_steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        every_n: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        due = every_n and num_steps % every_n == 0
-        if not due or trainer.fit_loop._should_accumulate() or not self._unresolved:
+        # While gradients accumulate after a logged step there is nothing new to log.
+        if not is_logged_step(trainer, pl_module) or not self._unresolved:
             return
         steps = self._resolve(trainer)
         if not steps:
@@ -174,7 +189,7 @@ class ScalingMonitor(Callback):
             self._resolve(trainer)
 
     def _resolve(self, trainer: Trainer) -> list[_Step]:
-        """The steps since the last call but those that were measured alone; on CUDA waits for the device."""
+        """Returns the steps since the last call, without those that computed without traffic; waits for the device."""
         steps = []
         for num_samples, step_s, taken, alone in self._unresolved:
             if taken is not None:
@@ -194,7 +209,7 @@ class ScalingMonitor(Callback):
         return steps
 
     def _summarize(self, trainer: Trainer, steps: Sequence[_Step]) -> ScalingSummary:
-        """What all ranks together make of their medians: a collective call."""
+        """Computes the summary of all ranks from the medians of each: a collective, which all ranks call together."""
         medians = [statistics.median(values) for values in zip(*steps, strict=True)]
         medians[-1] = statistics.median(self._alone_s or [math.nan])
         mine = torch.tensor(medians, device=trainer.strategy.root_device)
@@ -227,7 +242,7 @@ def _is_alone(number: int) -> bool:
 
 
 def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
-    """The step of every rank as one."""
+    """Combines the steps that the ranks saw, in the order of ranks."""
     num_ranks = len(everyones)
     step_s = statistics.fmean(step.step_s for step in everyones)
     samples_a_s = sum(step.num_samples for step in everyones) / step_s

@@ -1,10 +1,11 @@
-"""Logs the trust ratios of LARS, a curve a parameter."""
+"""Logs the trust ratios of LARS, a curve for each parameter."""
 
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_fourmin.callbacks.logged_steps import is_logged_step
 from lightning_fourmin.optim.lars import LARS
 
 
@@ -31,8 +32,10 @@ class TrustRatioMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Reading the ratios waits for the device: only where they are logged, and not while gradients accumulate.
-        if trainer.global_step == self._logged_step or not trainer._logger_connector.should_update_logs:
+        # Reading the ratios waits for the device: only where they are logged, and not while gradients accumulate. A run
+        # that stops has its last step logged; ranks need not agree on that here, since each logs its own values.
+        is_logged = is_logged_step(trainer, pl_module) or trainer.should_stop
+        if trainer.global_step == self._logged_step or not is_logged:
             return
         self._logged_step = trainer.global_step
         optimizers = _lars_optimizers(trainer)

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_fourmin._lightning import SIGTERM_HANDLER, set_handler
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
+from lightning_fourmin.callbacks.step_seed import StepSeed
 from lightning_fourmin.cli.spawn_ranks import Launch, message_of
-from lightning_fourmin.cli.step_seed import StepSeed
 from lightning_fourmin.errors import ConfigError, FourMinError
 from lightning_fourmin.optim.lars import LARS
 from lightning_fourmin.runs.recorder import RunRecorder

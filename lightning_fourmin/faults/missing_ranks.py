@@ -39,8 +39,10 @@ from lightning_fourmin.text import rank_list
 log = logging.getLogger(__name__)
 
 V = TypeVar("V")
-LISTEN_S = 0.25
-"""How often the helper thread looks for an alarm."""
+LISTEN_S, LISTENERS_A_S = 0.25, 1000
+"""How often the helper thread looks for an alarm; with many ranks less often, so that all of them together ask the
+store,
+which lives in the process of rank 0, this many questions a second at the most."""
 LOOK_S = 1.0
 """How often it looks at the waits of its rank; four times within the limit of the warnings where that is shorter."""
 UNCHANGED_FOR = 4
@@ -48,7 +50,7 @@ UNCHANGED_FOR = 4
 POLL_S = 0.05
 """How often the board is read after an alarm."""
 ANSWER_S = 2.0
-"""How long a rank may take to answer an alarm: its helper thread does it, whatever the rank computes."""
+"""How long a rank may take to answer an alarm once its helper thread looks: whatever the rank computes."""
 HEARD_S = 2.0
 """How long a rank that leaves waits for the others to hear why: the store may leave with it."""
 SAME_FAULT_S = 1.0
@@ -105,6 +107,7 @@ class MissingRanks:
         self._limit_s = stall_warning_s
         self._look_s = LOOK_S if stall_warning_s is None else min(LOOK_S, stall_warning_s / 4)
         self._board = _Board()
+        self._listen_s = max(LISTEN_S, self._board.num_ranks / LISTENERS_A_S)
         self._waiter: Waiter | None = None
         self._verdict: str | None = None
         """What was found out, set by whichever thread is the first to know."""
@@ -166,12 +169,12 @@ class MissingRanks:
 
     def _raise_alarm(self, own: str | None) -> None:
         """Finds the verdict, and waits until the other ranks have heard it."""
-        answers_due_s = time.monotonic() + ANSWER_S
+        answers_due_s = time.monotonic() + self._listen_s + ANSWER_S
         self._board.raise_alarm()
         found = own or self._who_is_gone(answers_due_s)
         if self._verdict is None and found is not None:
             self._verdict = self._board.agree_on(found)
-        deadline_s = time.monotonic() + HEARD_S
+        deadline_s = time.monotonic() + self._listen_s + HEARD_S
         while self._verdict is not None and (now_s := time.monotonic()) < deadline_s:
             answers = self._board.columns("here", "heard")
             # A rank that has not answered may do so until the answers are due.
@@ -194,7 +197,7 @@ class MissingRanks:
 
     def _help(self) -> None:
         """The life of the helper thread: only this and what it calls below runs there."""
-        idle_s, next_look_s = min(LISTEN_S, self._look_s), 0.0
+        idle_s, next_look_s = min(self._listen_s, self._look_s), 0.0
         pause_s = idle_s
         while not self._stop.wait(pause_s):
             now_s = time.monotonic()
@@ -304,14 +307,14 @@ class _Board:
     """
 
     def __init__(self) -> None:
-        self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         # A name of its own: ranks that did not fail together have made different numbers of boards before this one.
         name = [uuid.uuid4().hex]
         self._store: dist.Store
         if self.rank == 0:
             # The empty board is there before anybody knows its name, so that no question waits for a key.
             self._store = own_store(f"missing_ranks/{name[0]}")
-            fields = [f"{rank}/{column}" for rank in range(self._num_ranks) for column in _COLUMNS]
+            fields = [f"{rank}/{column}" for rank in range(self.num_ranks) for column in _COLUMNS]
             for key in (*fields, "alarm", "verdict"):
                 self._store.set(key, "")
         dist.broadcast_object_list(name, src=0)
@@ -325,7 +328,7 @@ class _Board:
 
     def columns(self, *columns: str) -> list[tuple[str, ...]]:
         """These fields of each rank, in the order of ranks."""
-        keys = [f"{rank}/{column}" for rank in range(self._num_ranks) for column in columns]
+        keys = [f"{rank}/{column}" for rank in range(self.num_ranks) for column in columns]
         fields = iter([field.decode() for field in self._ask(lambda: self._store.multi_get(keys))])
         return list(zip(*[fields] * len(columns), strict=True))
 

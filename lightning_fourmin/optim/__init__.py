@@ -1,1 +1,1 @@
-"""LARS, its parameter groups, and the schedules of the rate."""
+"""The LARS optimizer, its parameter groups, and schedules of the learning rate."""

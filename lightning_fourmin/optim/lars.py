@@ -1,11 +1,15 @@
-"""LARS (You et al. 2017): momentum SGD whose rate is scaled for each tensor by the norms of its weights and gradient.
+"""LARS (You et al. 2017): momentum SGD in which the norms of each tensor's weights and gradient scale its rate.
 
     ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps),  1 where |w| or |g| is 0
 
     form "mlperf":  v = momentum * v + lr * ratio * (g + weight_decay * w);  w -= v
     form "torch":   v = momentum * v +      ratio * (g + weight_decay * w);  w -= lr * v
 
-They differ when the rate changes: in "mlperf" a gradient keeps the rate of its own step for as long as it is in v.
+The forms differ when the rate changes: in "mlperf" a gradient keeps the rate of its own step as long as it is in v.
+
+On a CPU a step is bound by memory: tensor by tensor, the norms are read and torch's fused SGD kernel does the update
+while the tensor is still in the cache. Elsewhere all tensors of a device and dtype are updated together by `_foreach_`
+operations, and nothing waits for the device.
 """
 
 import math
@@ -19,29 +23,36 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from lightning_fourmin.optim.tensor_norms import cpu_norm, is_dense, norms
-
 FORMS = ("mlperf", "torch")
-
 SMALLEST_FUSED_SCALE = 2.0**-26
-"""The fused kernel gets a scale as 1 - scale; below this one that would cost more than FP32's own rounding."""
+"""The smallest scale that the fused kernel gets, in FP64 as 1 - scale: a smaller one would lose more digits there than
+FP32 rounds away."""
+NORM_BLOCK = 1024
+"""The number of elements that torch's CPU norm adds up at once: its FP32 sums over a whole tensor drift, by 0.2 % at
+38 million elements."""
+_vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
 
 class LARS(Optimizer):
     """LARS in the form of the MLPerf reference ("mlperf") or of most PyTorch libraries ("torch").
 
-    Every parameter gets a trust ratio; biases and norm layers should not: `LARS(fm.param_groups(module, weight_decay),
-    lr=...)` leaves them out. A group with `trust_coefficient=None` has no ratio and trains with the full rate.
+    With a large batch and a rate to match, plain SGD moves some layers by more than their own size and diverges. LARS
+    bounds the update of each tensor relative to its weights, so that one rate suits all layers.
+
+    Every parameter gets a trust ratio. Biases and norm layers should have none: `LARS(fm.param_groups(module,
+    weight_decay), lr=...)` leaves them out. A group with `trust_coefficient=None` has no ratio and trains with the full
+    rate. The weights of a step are the same for every way in which it is computed (the fused kernel, `_foreach_`
+    operations), up to the rounding of FP32.
 
     Args:
-        params: parameters, named parameters or groups of them; a group may set every option below for itself.
-        lr: learning rate; a number, which schedulers change.
-        momentum: from 0 (no buffer) to below 1.
-        weight_decay: added to the gradient as `weight_decay * w`, inside the ratio as well.
-        trust_coefficient: the size of an update relative to its weights at lr 1; None: no trust ratio.
-        eps: added to the denominator of the ratio.
-        form: "mlperf": the momentum buffer holds updates; "torch": it holds gradients, and lr multiplies it.
-        nesterov: look ahead by one step of momentum.
+        params: Parameters, named parameters or groups of them; a group may set every option below for itself.
+        lr: Learning rate, a number that schedulers change.
+        momentum: From 0 (no buffer) to below 1.
+        weight_decay: Is added to the gradient as `weight_decay * w`, inside the ratio as well.
+        trust_coefficient: The size of an update relative to its weights at lr 1. None means no trust ratio.
+        eps: Is added to the denominator of the ratio.
+        form: With "mlperf" the momentum buffer holds updates; with "torch" it holds gradients, and lr multiplies it.
+        nesterov: Whether to look ahead by one step of momentum.
 
     Example:
         ```python
@@ -75,9 +86,9 @@ class LARS(Optimizer):
         super().add_param_group(param_group)
 
     def trust_ratios(self) -> dict[str, float]:
-        """The ratios of the last step by parameter name, without the parameters that had none or no gradient.
+        """Returns the ratios of the last step by parameter name; parameters without ratio or gradient are left out.
 
-        Parameters that came without names are called `group0.param3`. Waits for the device, once a group.
+        Parameters that came without names are called `group0.param3`. The call waits for the device, once a group.
         """
         of_param: dict[Tensor, float] = {}
         for params, ratios in self._last_ratios:
@@ -92,7 +103,7 @@ class LARS(Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; a closure runs first, and its loss is returned."""
+        """Updates the parameters that have a gradient; a closure runs before that, and its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,16 +138,23 @@ class LARS(Optimizer):
             yield _Slot(param, param.grad, buffer)
 
     def _update_fused(self, group: dict[str, Any], slots: list["_Slot"]) -> list["_Slot"]:
-        """Updates in one pass over each tensor, with the scale folded into the kernel's arguments.
+        """Updates in one pass over each tensor and returns the slots whose scale the kernel cannot take.
 
-        Gives back the slots whose scale the kernel cannot take.
+        torch's fused SGD kernel computes, for plain SGD with dampening d:
+
+            v = momentum * v + (1 - d) * (g + weight_decay * w);  w -= lr * v
+
+        LARS needs a factor, the scale, where SGD has 1 - d. So d = 1 - scale, and the kernel does the whole step: one
+        pass in which w, g and v are read once, instead of one pass to scale the gradient and one to update. Without
+        momentum the kernel ignores d; there is no v either, and the scale goes into lr.
         """
-        # Tensor by tensor: what the norms have read is still in the cache when the update reads it again.
         momentum, left = group["momentum"], []
         adapted = group["trust_coefficient"] is not None
+        # Tensors with a ratio one by one: what the norms have read is in the cache when the update reads it again.
         for batch in [[slot] for slot in slots] if adapted else [slots]:
             ratio = _ratio_on_host(group, batch[0]) if adapted else 1.0
             scale, rate = _scale_and_rate(group, ratio)
+            # Written so that a scale that is not a number goes there, too.
             if momentum and not scale >= SMALLEST_FUSED_SCALE:
                 left += batch
                 continue
@@ -151,7 +169,7 @@ class LARS(Optimizer):
                 dampening=1.0 - scale,
                 nesterov=False,
                 maximize=False,
-                # The buffers begin as zeros. In a first step the kernel would leave the scale out.
+                # In a first step the kernel would copy the gradient into v, without d. Our buffers begin as zeros.
                 is_first_step=False,
             )
             # Autograd does not see what this kernel changes.
@@ -180,7 +198,7 @@ class LARS(Optimizer):
 
 
 class _Slot(NamedTuple):
-    """A parameter with what its update needs."""
+    """A parameter with its gradient and, if there is momentum, its buffer."""
 
     param: Tensor
     grad: Tensor
@@ -188,7 +206,7 @@ class _Slot(NamedTuple):
 
 
 def _scale_and_rate(group: dict[str, Any], ratio: Any) -> tuple[Any, float]:
-    """What multiplies a gradient on its way into the buffer, and the buffer on its way into the weights."""
+    """Returns the factor of a gradient on its way into the buffer, and that of the buffer on its way to the weights."""
     return (group["lr"] * ratio, 1.0) if group["form"] == "mlperf" else (ratio, group["lr"])
 
 
@@ -207,9 +225,10 @@ def _ratio_on_host(group: dict[str, Any], slot: _Slot) -> float:
 
 
 def _fits_fused_kernel(slot: _Slot) -> bool:
-    """Whether torch's fused SGD gets this right on CPU.
+    """Whether torch's fused SGD kernel for CPUs gives the right result for these tensors.
 
-    It takes memory as it lies, whatever the strides, and is wrong in 16 bit; in FP64 the scale would lose digits.
+    The kernel takes memory as it lies, whatever the strides, and is wrong in 16 bit. In FP64 the scale would lose
+    digits.
     """
     param, grad, buffer = slot
     return (
@@ -224,7 +243,7 @@ def _fits_fused_kernel(slot: _Slot) -> bool:
 
 
 def _batches(slots: list[_Slot]) -> list[list[_Slot]]:
-    """What to update together: on CPU one tensor, which stays in the cache; else all of a device and dtype."""
+    """Returns what is updated together: on CPU one tensor, which stays in the cache; else all of a device and dtype."""
     batches: dict[Any, list[_Slot]] = defaultdict(list)
     for slot in slots:
         param = slot.param
@@ -254,3 +273,36 @@ def _check_options(options: dict[str, Any], number: int) -> None:
         raise ValueError(f"form {where} must be one of {', '.join(map(repr, FORMS))}, got {options['form']!r}")
     if options["nesterov"] and options["momentum"] == 0:
         raise ValueError(f"nesterov {where} needs a momentum above 0: set momentum, or leave nesterov out")
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """Returns the norms of tensors of one device and dtype, without waiting for the device."""
+    if tensors[0].is_cpu:
+        return torch.stack([cpu_norm(tensor) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
+
+
+def cpu_norm(tensor: Tensor) -> Tensor:
+    """Returns the norm of a CPU tensor, computed from the norms of its blocks.
+
+    The result is right to FP32's rounding whatever the size of the tensor, and in FP64 for a tensor in FP64.
+    """
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    num_blocks, num_left = divmod(tensor.numel(), NORM_BLOCK)
+    if num_blocks == 0:
+        return _vector_norm(tensor, dtype=dtype)
+    # As it lies in memory, which is fast: a norm does not depend on the order.
+    dense = tensor if is_dense(tensor) else tensor.contiguous()
+    of_blocks = _vector_norm(dense.as_strided((num_blocks, NORM_BLOCK), (NORM_BLOCK, 1)), dim=1, dtype=dtype)
+    if num_left:
+        left = dense.as_strided((1, num_left), (1, 1), dense.storage_offset() + num_blocks * NORM_BLOCK)
+        of_blocks = torch.cat([of_blocks, _vector_norm(left, dim=1, dtype=dtype)])
+    return _vector_norm(of_blocks)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills a range of memory without gaps, in one of torch's memory formats."""
+    return tensor.is_contiguous() or any(
+        tensor.is_contiguous(memory_format=memory_format)
+        for memory_format in (torch.channels_last, torch.channels_last_3d)
+    )

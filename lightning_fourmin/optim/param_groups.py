@@ -1,4 +1,4 @@
-"""Parameter groups of the recipe: weights are decayed and get a trust ratio, biases and norm layers neither."""
+"""The parameter groups of the recipe: weights with decay and trust ratio, biases and norm layers with neither."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fourmin.precision.norm_layers import NORM_LAYERS
+from lightning_fourmin.precision.weight_copies import NORM_LAYERS
 
 
 def param_groups(
@@ -16,17 +16,22 @@ def param_groups(
     norm_types: Sequence[type[nn.Module]] = (),
     names: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: weights with decay; biases and norm parameters without decay and trust ratio.
+    """Returns groups for an optimizer: weights with decay; biases and norm parameters without decay and trust ratio.
 
-    A bias has the word "bias" in its own name (`fc.bias`, `in_proj_bias`, `bias_ih_l0`); norm parameters belong to one
-    of torch's norm layers or a class derived from them. Frozen parameters are in the groups too: they stay as they are
-    until they get a gradient.
+    A parameter is a bias if its own name has the word "bias" (`fc.bias`, `in_proj_bias`, `bias_ih_l0`). Norm parameters
+    belong to one of torch's norm layers or to a class derived from them. Frozen parameters are in the groups, too: they
+    stay as they are until they get a gradient.
 
     Args:
-        module: whose parameters; shared ones are taken once.
-        weight_decay: of the weights.
-        norm_types: more classes of norm layers, for those that do not derive from torch's.
-        names: more parameters without decay and trust ratio, as names or patterns such as "*.gamma".
+        module: The module with the parameters; those that it shares between layers are taken once.
+        weight_decay: The decay of the weights.
+        norm_types: More classes of norm layers, for those that do not derive from torch's.
+        names: More parameters without decay and trust ratio, as names or patterns such as "*.gamma".
+
+    Example:
+        ```python
+        LARS(param_groups(module, weight_decay=2e-4, names=["*.gamma"]), lr=10.0)
+        ```
     """
     named = list(module.named_parameters())
     if not named:

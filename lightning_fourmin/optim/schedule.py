@@ -1,4 +1,13 @@
-"""The rate of each step of a large-batch run: linear scaling, warm-up and decay, also in words."""
+"""The learning rate of each step of a large-batch run: linear scaling, warm-up and decay.
+
+    warmup_start_lr --- linear, warmup_steps ---> peak --- poly, cosine or in steps, the rest of total_steps ---> end
+
+    peak = lr of the optimizer x global batch / base_batch        (linear scaling rule, Goyal et al. 2017)
+
+A schedule (`PolySchedule`, `CosineSchedule`, `StepSchedule`) is what a recipe says before data and ranks are known.
+With the global batch and the length of a run its `plan` makes a `RatePlan`, which knows the rate of every step and puts
+its arithmetic into sentences.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -6,46 +15,55 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from lightning_fourmin.text import plural
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples behind one step of the optimizer."""
 
     rank_batch: int
-    """Samples of one rank in one backward pass."""
+    """The number of samples of one rank in one backward pass."""
     world_size: int
+    """The number of ranks."""
     num_accumulated: int = 1
-    """Backward passes a step."""
+    """The number of backward passes before each step."""
 
     @property
     def size(self) -> int:
+        """The number of samples of one step on all ranks."""
         return self.rank_batch * self.world_size * self.num_accumulated
 
     def __str__(self) -> str:
+        """Returns the arithmetic, such as `32 a rank x 8 ranks = 256`."""
         accumulated = f" x {self.num_accumulated} accumulated" if self.num_accumulated > 1 else ""
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,d} ranks"
-        return f"{self.rank_batch:,d} a rank x {ranks}{accumulated} = {self.size:,d}"
+        return f"{self.rank_batch:,d} a rank x {plural(self.world_size, 'rank')}{accumulated} = {self.size:,d}"
 
 
 @dataclass(frozen=True)
 class RatePlan:
-    """The learning rate of every step of one run."""
+    """The learning rate of every step of one run; `Schedule.plan` makes it."""
 
     schedule: "Schedule"
+    """The recipe that the plan follows."""
     base_lr: float
-    """The optimizer's."""
+    """The rate that the optimizer was given."""
     peak_lr: float
+    """The rate at the end of the warm-up, after linear scaling."""
     batch: GlobalBatch | None
-    """None: unknown."""
+    """The global batch; None where it is not known."""
     warmup_steps: int
+    """The number of steps before the one that has the peak rate."""
     steps_per_epoch: float
-    """Infinite where epochs have no length."""
+    """The length of an epoch, infinite where the train loader does not know it."""
     total_steps: int
+    """The length of the run."""
 
     def lr(self, step: int) -> float:
-        """The rate of a step, counted from 0: up to the peak, which is the rate of step `warmup_steps`, then down.
+        """Returns the rate of a step, counted from 0.
 
-        As in MLPerf's reference the decay would be complete one step after the last.
+        The rate rises to the peak, which is that of step `warmup_steps`, and falls from there. As in MLPerf's reference
+        the decay would be complete one step after the last.
         """
         if step < self.warmup_steps:
             start_lr = self.schedule.warmup_start_lr
@@ -54,7 +72,7 @@ class RatePlan:
         return self.schedule.decayed(self.peak_lr, min(share, 1.0), step / self.steps_per_epoch)
 
     def in_words(self) -> list[str]:
-        """The arithmetic of batch, rate and steps, a sentence each."""
+        """Returns the arithmetic of batch, rate and steps as sentences."""
         peak = f"{self.base_lr:g}, as given"
         if self.batch is not None and self.schedule.base_batch is not None:
             fraction = f"{self.batch.size:,d} / {self.schedule.base_batch:,d}"
@@ -74,19 +92,23 @@ class RatePlan:
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """What a recipe says about the learning rate; with the length of a run it becomes a `RatePlan`."""
+    """What a recipe says about the learning rate; with the length of a run it becomes a `RatePlan`.
+
+    A schedule of your own is a frozen dataclass with the methods `decayed` and `decay_in_words`.
+    """
 
     base_batch: int | None = None
     """The global batch that the optimizer's rate is meant for: the rate of a run is in proportion to its own (linear
-    scaling rule, Goyal et al. 2017). None: the rate is taken as it is."""
+    scaling rule). None: the rate is taken as it is."""
     warmup_epochs: float = 0.0
-    """Length of the linear rise to the peak."""
+    """The length of the linear rise to the peak, in epochs."""
     warmup_steps: int | None = None
-    """The same in steps, instead of `warmup_epochs`."""
+    """The length of the linear rise in steps, instead of `warmup_epochs`."""
     warmup_start_lr: float = 0.0
     """The rate of the first step."""
 
     def __post_init__(self) -> None:
+        """Refuses fields that make no sense."""
         if self.base_batch is not None and self.base_batch < 1:
             raise ValueError(f"base_batch={self.base_batch} must be at least 1, or None to take the rate as it is")
         for name in ("warmup_epochs", "warmup_steps", "warmup_start_lr"):
@@ -100,14 +122,21 @@ class Schedule(ABC):
 
     @abstractmethod
     def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
-        """The rate after a share (0 to 1) of the steps behind the warm-up, at an epoch of the run."""
+        """Returns the rate after a share (0 to 1) of the steps behind the warm-up, at an epoch of the run."""
 
     @abstractmethod
     def decay_in_words(self) -> str:
-        """What follows the warm-up."""
+        """Returns what follows the warm-up, as the end of a sentence."""
 
     def plan(self, lr: float, batch: GlobalBatch | None, steps_per_epoch: float, total_steps: int) -> RatePlan:
-        """The rates of a run; `lr` is the optimizer's, `steps_per_epoch` is infinite if epochs have no length."""
+        """Returns the rates of a run.
+
+        Args:
+            lr: The rate that the optimizer was given.
+            batch: The global batch of the run; None where it is not known, which linear scaling refuses.
+            steps_per_epoch: The length of an epoch, infinite where the train loader does not know it.
+            total_steps: The length of the run.
+        """
         if lr <= 0:
             raise ValueError(f"the optimizer's lr={lr:g} must be above 0: the schedule multiplies it")
         peak_lr = lr
@@ -131,7 +160,14 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class PolySchedule(Schedule):
-    """Falls as (1 - share)^power to an end rate."""
+    """A rate that falls to its end as (1 - share)^power, with the share of the steps behind the warm-up.
+
+    Example:
+        ```python
+        rates = PolySchedule(warmup_steps=1560).plan(lr=10.0, batch=None, steps_per_epoch=312, total_steps=12480)
+        LambdaLR(optimizer, lambda step: rates.lr(step) / rates.base_lr)
+        ```
+    """
 
     end_lr: float = 1e-4
     """The rate that the decay ends with."""
@@ -148,7 +184,7 @@ class PolySchedule(Schedule):
 
 @dataclass(frozen=True)
 class CosineSchedule(Schedule):
-    """Falls as half a wave of the cosine to an end rate."""
+    """A rate that falls to its end as half a wave of the cosine."""
 
     end_lr: float = 0.0
     """The rate that the decay ends with."""
@@ -164,12 +200,12 @@ class CosineSchedule(Schedule):
 
 @dataclass(frozen=True)
 class StepSchedule(Schedule):
-    """Falls by a factor at given epochs."""
+    """A rate that falls by a factor at given epochs."""
 
     epochs: tuple[float, ...] = (30, 60, 80)
-    """When it falls."""
+    """The epochs at which the rate falls, counted from the beginning of the run."""
     factor: float = 0.1
-    """What the rate is multiplied with, each time."""
+    """The factor that the rate is multiplied with each time."""
 
     @override
     def plan(self, lr: float, batch: GlobalBatch | None, steps_per_epoch: float, total_steps: int) -> RatePlan:

@@ -1,9 +1,9 @@
-"""16-bit products on a CPU: computed in FP32, rounded once, as tensor cores do.
+"""16-bit products on a CPU: computed in FP32 and rounded once, as the tensor cores of a GPU do.
 
     FP16 x FP16 --upcast, exact--> FP32 product, FP32 sum --round--> FP16
 
-torch has FP16 and BF16 kernels for every CPU, but a training step with them is some 20 times slower than in FP32
-(benchmarks/precision.py), but for BF16 on a CPU with units for it.
+torch has FP16 and BF16 kernels for every CPU, but a training step with them takes some 20 times as long as one in FP32
+(benchmarks/precision.py). The exception is BF16 on a CPU that has units for it.
 """
 
 from collections.abc import Callable
@@ -31,23 +31,25 @@ _PRODUCTS = frozenset(
         _aten.dot.default,
         _ATTENTION,
         _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        # The fused kernels that attention layers use in evaluation.
+        # These fused kernels are what attention layers use in evaluation.
         _aten._native_multi_head_attention.default,
         _aten._transformer_encoder_layer_fwd.default,
-        # No product, but as slow in 16 bit, and exact in FP32 too.
+        # This is no product, but as slow in 16 bit, and exact in FP32 as well.
         _MAX_POOL,
     }
 )
 HALVES = (torch.float16, torch.bfloat16)
+"""The 16-bit dtypes."""
 _BF16_UNITS = ("avx512_bf16", "bf16")
-"""What `torch.cpu.get_capabilities` calls the units that multiply in BF16, on x86 and ARM."""
+"""The names that `torch.cpu.get_capabilities` has for units that multiply in BF16, on x86 and ARM."""
 
 
-def needs_half_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True where torch's own kernels are slow or not to be relied on.
+def needs_cpu_half_ops(device: torch.device, dtype: torch.dtype) -> bool:
+    """True where torch's own 16-bit kernels are slow or cannot be relied on.
 
     Units for FP16 do not make a step fast: with avx512_fp16 the backward pass of a convolution takes a hundred times as
-    long as in FP32. And virtual machines name AMX that they do not have: there a product in BF16 ends the process.
+    long as in FP32. Some virtual machines name AMX units that they do not have: there a product in BF16 ends the
+    process.
     """
     if device.type != "cpu":
         return False
@@ -55,16 +57,19 @@ def needs_half_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype is torch.float16 or bool(found.get("amx_tile")) or not any(map(found.get, _BF16_UNITS))
 
 
-class HalfKernels(TorchDispatchMode):
-    """While active in a thread, products of FP16 or BF16 CPU tensors run in FP32 and are rounded to the dtype.
+class CpuHalfOps(TorchDispatchMode):
+    """While this mode is active, products of FP16 or BF16 CPU tensors run in FP32 and are rounded to their dtype.
 
-    Backward passes need it as much as forward passes. A net compiled with `torch.compile` runs uncompiled in it.
+    The mode is active in the thread that enters it. The backward pass of CPU tensors runs in the thread that starts it,
+    so whoever enters the mode for the forward pass has to enter it for the backward pass, too. A net compiled with
+    `torch.compile` runs uncompiled in it. One object serves one thread: products share its buffers.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Of each argument, kept from product to product: fresh memory costs more than the cast into it.
         self._buffers: dict[int, Tensor] = {}
+        """FP32 memory for each position of an argument, kept from product to product: fresh memory costs more than the
+        cast into it."""
 
     @override
     def __torch_dispatch__(
@@ -73,7 +78,7 @@ class HalfKernels(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS:
             return self._in_fp32(func, args, kwargs)
-        # In inference mode composite operations (linear, matmul, attention) arrive whole.
+        # In inference mode composite operations (linear, matmul, attention) arrive whole, not as their products.
         if torch.is_inference_mode_enabled():
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -93,25 +98,28 @@ class HalfKernels(TorchDispatchMode):
         if isinstance(result, Tensor):
             return result.to(dtype)
         if product is _ATTENTION:
-            # The log of the softmax's sums, which backward reads, is in FP32 in torch's 16-bit kernels as well.
+            # The log of the softmax's sums, which backward reads, is FP32 in torch's 16-bit kernels as well.
             output, log_sums = result
             return output.to(dtype), log_sums
         return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in result)
 
     def _max_pool(self, images: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Channels last on the way: torch's kernel for that is several times faster, even with the changes of order."""
+        """Pools in channels-last order: torch's kernel for that is several times faster, changes of order included."""
         _, channels, height, width = images.shape
         strides = (channels * height * width, 1, width * channels, channels)
         maxima, indices = _MAX_POOL(self._raise(images, 0, strides), *args, **kwargs)
         return maxima.to(images.dtype, memory_format=torch.contiguous_format), indices.contiguous()
 
     def _raise(self, tensor: Tensor, position: int, strides: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor in FP32, good until the next product; `strides`: of another dense order than its own."""
+        """Returns the tensor in FP32, in its own strides or in those of another dense order.
+
+        The result is good until the next product, which uses the same memory.
+        """
         if not _aten.is_non_overlapping_and_dense(tensor):
             return tensor.float()
         buffer = self._buffers.get(position)
         if buffer is None or buffer.numel() < tensor.numel():
-            # One made in inference mode could not be written outside of it.
+            # A tensor that is made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 buffer = self._buffers[position] = torch.empty(tensor.numel(), dtype=torch.float32)
         return buffer.as_strided(tensor.shape, strides or tensor.stride()).copy_(tensor)

@@ -1,23 +1,30 @@
-"""The factor on the loss that lifts small gradients into FP16's range."""
+"""The loss scale: the factor on the loss that lifts small gradients into FP16's range."""
 
 from typing import Any
 
 INITIAL_SCALE = 2.0**16
 FLOOR = 1.0
+"""The smallest value of a scale that changes: at 1 the loss is not scaled at all."""
 GROWTH_INTERVAL = 2000
-"""Steps without overflow before the scale doubles."""
+"""The number of steps without overflow after which the scale doubles."""
 PATIENCE = 16
-"""Skipped steps in a row that are put down to the scale: as many as it takes from the initial one to the floor."""
+"""The number of skipped steps in a row that may be due to the scale: as many as it takes from the initial value to the
+floor."""
 
 
 class LossScale:
-    """A scale that halves when gradients overflow and doubles when they long have not, or one that stays."""
+    """A scale that halves when gradients overflow and doubles when they have not for long, or one that stays.
+
+    Ranks do not exchange the scale: they decide on each step alike, so their scales change alike.
+    """
 
     def __init__(self, value: float, dynamic: bool) -> None:
         self.value, self.dynamic = value, dynamic
         self.skipped_steps = 0
+        """The number of steps that were skipped, of all optimizers."""
         self.skips_in_a_row: dict[int, int] = {}
-        """By optimizer: the steps of one say nothing about those of another."""
+        """The number of steps in a row that each optimizer has skipped up to now; the steps of one of them say nothing
+        about those of another."""
         self._good_steps = 0
 
     def exhausted(self, optimizer: int) -> bool:
@@ -39,6 +46,7 @@ class LossScale:
             self.value = max(self.value / 2, FLOOR)
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the counts for a checkpoint; a scale that stays is the configuration's and is not saved."""
         counts = {
             "skipped_steps": self.skipped_steps,
             "skips_in_a_row": dict(self.skips_in_a_row),
@@ -47,7 +55,7 @@ class LossScale:
         return {**counts, "value": self.value} if self.dynamic else counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the counts; the scale too if both the saved run and this one choose it."""
+        """Takes the counts of a checkpoint, and its scale if both the saved run and this one let it change."""
         self.skipped_steps, self.skips_in_a_row = state["skipped_steps"], dict(state["skips_in_a_row"])
         self._good_steps = state["good_steps"]
         if self.dynamic:

@@ -1,6 +1,7 @@
 """Gradients that are not finite: found after the all-reduce, also where a rank keeps some, and put into words."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def all_finite(gradients: list[Tensor]) -> bool:
-    if not gradients:
-        return True
-    found = torch.zeros((), device=gradients[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_([_values(g) for g in gradients], found, torch.ones_like(found))
-    return not found.item()
+def unscale(gradients: Iterable[Tensor], factor: float) -> list[Tensor]:
+    """Multiplies gradients by a factor and notes, in the same pass where it can, whether they are finite afterwards.
+
+    Every device has a flag, a tensor on it that is not 0 if one of its gradients is not finite. This function does not
+    wait for a device; `any_set` does.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    flags = []
+    for device, on_device in by_device.items():
+        flag = torch.zeros((), device=device)
+        one_pass: list[Tensor] = []
+        two_passes: list[Tensor] = []
+        for gradient in on_device:
+            # The kernel multiplies by a number in FP32, which is too few digits for float64. And it looks at what it
+            # reads, not at what it writes: it does not see what a factor above 1 (a scale below 1) makes overflow.
+            fits = factor <= 1 and gradient.dtype is torch.float32 and gradient.layout is torch.strided
+            (one_pass if fits else two_passes).append(gradient)
+        if one_pass:
+            torch._amp_foreach_non_finite_check_and_unscale_(one_pass, flag, torch.full_like(flag, factor))
+        if two_passes:
+            if factor != 1:
+                torch._foreach_mul_(two_passes, factor)
+            values = [_values(gradient) for gradient in two_passes]
+            torch._amp_foreach_non_finite_check_and_unscale_(values, flag, torch.ones_like(flag))
+        flags.append(flag)
+    return flags
+
+
+def any_set(flags: list[Tensor]) -> bool:
+    """Reads flags of `unscale`, which waits for their devices: true if a gradient is not finite."""
+    return any(bool(flag) for flag in flags)
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether all values of all gradients are finite; waits for their devices."""
+    return not any_set(unscale(gradients, 1.0))
 
 
 def _values(gradient: Tensor) -> Tensor:
@@ -25,7 +58,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def outside_of(module: nn.Module, optimizers: list[Optimizer]) -> list[nn.Parameter]:
-    """Parameters that optimizers have and the module does not."""
+    """Returns the parameters that optimizers have and the module does not."""
     inside = set(module.parameters())
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return [parameter for group in groups for parameter in group["params"] if parameter not in inside]
@@ -42,24 +75,31 @@ class BadStep:
     """A step whose gradients are not finite, as one rank sees it."""
 
     global_step: int
+    """The number of steps before it."""
     epoch: int
+    """The number of epochs before it."""
     parameter: str | None
-    """The bad one that the backward pass came to first, if layers are registered in the order in which they run; None:
-    only other ranks have a bad one."""
+    """The parameter with a bad gradient that the backward pass came to first, if layers are registered in the order in
+    which they run; None if only other ranks have a bad gradient."""
     num_bad: int
+    """The number of this rank's gradients that are not finite."""
     num_gradients: int
+    """The number of gradients of the step."""
 
     @classmethod
     def examine(cls, module: LightningModule, optimizer: Optimizer) -> "BadStep":
+        """Looks through the gradients of an optimizer one by one; waits for the device at each."""
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         parameters = [("a parameter outside of the module", p) for p in outside_of(module, [optimizer])]
         parameters += [(repr(name), p) for name, p in module.named_parameters() if p in mine]
         gradients = [(name, p.grad) for name, p in parameters if p.grad is not None]
         bad = [name for name, gradient in gradients if not _values(gradient).isfinite().all()]
+        # Backward runs through the layers from the last to the first, so the last name is the one it came to first.
         parameter = bad[-1] if bad else None
         return cls(module.trainer.global_step, module.trainer.current_epoch, parameter, len(bad), len(gradients))
 
     def __str__(self) -> str:
+        """Returns place and extent of the trouble, for use in a sentence."""
         step = f"global_step {self.global_step} of epoch {self.epoch}"
         if self.parameter is None:
             return f"{step} (on another rank; the gradients of this one are finite)"
@@ -70,7 +110,7 @@ class BadStep:
 
 
 def losses_of_ranks(trainer: Trainer, loss: Tensor | None) -> str:
-    """The losses of the step that are not finite, with their ranks; called by all ranks together."""
+    """Says which ranks have a loss that is not finite. The call is a collective: all ranks make it together."""
     if loss is None:
         return "the loss is not known"
     losses = values_of_ranks(trainer, loss)
@@ -79,7 +119,9 @@ def losses_of_ranks(trainer: Trainer, loss: Tensor | None) -> str:
 
 
 def values_of_ranks(trainer: Trainer, value: Tensor) -> list[float]:
-    mine = value.detach().float().mean().reshape(1)  # a loss may be a vector where a gradient is given with it
+    """Gathers the mean of a tensor from every rank. The call is a collective: all ranks make it together."""
+    # A loss may be a vector, where its gradient is given with it.
+    mine = value.detach().float().mean().reshape(1)
     everyones = [mine]
     if isinstance(trainer.strategy, DDPStrategy):
         everyones = [torch.zeros_like(mine) for _ in range(trainer.world_size)]

@@ -1,15 +1,19 @@
-"""The precision plugin: forward and backward in FP16 or BF16, FP32 master weights, loss scale."""
+"""The precision plugin: forward and backward in FP16 or BF16, FP32 master weights, loss scale.
+
+masters --cast--> 16-bit copies --forward, backward--> scaled gradients --all-reduce--> unscale --> optimizer's step
+ FP32             weight_copies       x loss_scale          FP32           16-bit wire   + check    or step skipped
+"""
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -17,13 +21,13 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fourmin.precision.cpu_half_ops import HALVES, HalfKernels, needs_half_kernels
+from lightning_fourmin.precision.cpu_half_ops import HALVES, CpuHalfOps, needs_cpu_half_ops
 from lightning_fourmin.precision.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
-from lightning_fourmin.precision.norm_layers import keep_norms_in_fp32, tensors_of_norms
-from lightning_fourmin.precision.overflow import BadStep, all_finite, losses_of_ranks, outside_of, ranks_differ
-from lightning_fourmin.precision.weight_copies import StandIns
+from lightning_fourmin.precision.overflow import BadStep, all_finite, any_set, losses_of_ranks, ranks_differ, unscale
+from lightning_fourmin.precision.weight_copies import WeightCopies, keep_norms_in_fp32, tensors_of_norms
 
 COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""The dtypes that steps compute in, by the names that users give."""
 
 
 class FourMinPrecision(HalfPrecision):
@@ -35,15 +39,20 @@ class FourMinPrecision(HalfPrecision):
     computed in FP32 and products take FP32 tensors (buffers such as position encodings, tensors made in the step) as
     16-bit ones. FP32 tensors of a batch arrive in 16 bit; float64 tensors arrive as they are.
 
-    Outside of the backward pass gradients are FP32 and unscaled: hooks, clipping and optimizers need to know nothing.
-    A step with a non-finite gradient on any rank is skipped on all of them, and counted: `fourmin/skipped_steps` and
-    `fourmin/loss_scale` are logged.
+    Outside of the backward pass gradients are FP32 and unscaled, so hooks, clipping and optimizers work as in FP32. A
+    step with a gradient that is not finite on any rank is skipped on all of them, and counted: `fourmin/skipped_steps`
+    and `fourmin/loss_scale` are logged.
+
+    Lightning calls the methods of a plugin in this order, all from the thread that trains: `convert_module` (checkpoint
+    weights are in the module by then), `connect` (optimizers exist), then for each batch `forward_context`,
+    `pre_backward`, `backward` and `post_backward`. The batch before a step does so in the closure that `optimizer_step`
+    gets. In manual optimization everything, `optimizer_step` included, runs inside of `forward_context`.
 
     Args:
         dtype: "fp16" or "bf16".
         loss_scale: "dynamic" or a number; BF16 has FP32's range and is not scaled.
-        half_kernels: compute products in FP32 and round them (see `half_kernels`); None: on CPUs, but for BF16 where
-            they have units for it.
+        half_kernels: Whether products are computed in FP32 and rounded (see `cpu_half_ops`). None: on CPUs they are,
+            except for BF16 on CPUs that have units for it.
 
     Example:
         ```python
@@ -67,27 +76,30 @@ class FourMinPrecision(HalfPrecision):
         else:
             self.loss_scale = LossScale(float(loss_scale), dynamic=False)
         self._half_kernels = half_kernels
-        self._kernels: AbstractContextManager[Any] = nullcontext()
+        self._half_ops: AbstractContextManager[Any] = nullcontext()
         self._module: nn.Module | None = None
-        self._outside: list[nn.Parameter] = []
-        """Parameters that optimizers have and the module does not."""
         self._ranks_differ = False
         self._widened: dict[str, Tensor] = {}
-        """By name: what the module has brought in 16 bit and trains or normalises with."""
-        self._stand_ins: StandIns | None = None
+        """The tensors, by name, that the module has brought in 16 bit and trains or normalises with: FP32 now."""
+        self._weight_copies: WeightCopies | None = None
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
+        """The loss of the last backward pass, for the error that names ranks whose loss is not finite."""
+        self._overflow_flags: list[Tensor] | None = None
+        """What the last backward pass found in the gradients of the optimizer, not yet read from the device; None: the
+        gradients are to be looked at before the step."""
         self._first_bad: dict[int, BadStep] = {}
-        """By optimizer: the first of the steps in a row that were skipped up to now."""
+        """The first of the steps in a row that each optimizer has skipped up to now."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        # In place: the strategy does not use what this method returns.
         of_norms = tensors_of_norms(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if tensor.dtype in HALVES and (tensor.requires_grad or tensor in of_norms):
                 tensor.data = tensor.data.float()
                 self._widened[name] = tensor
-        self._module, self._stand_ins = module, StandIns(module, self.dtype)
+        self._module, self._weight_copies = module, WeightCopies(module, self.dtype)
         self._hooks = keep_norms_in_fp32(module)
         return module
 
@@ -100,13 +112,13 @@ class FourMinPrecision(HalfPrecision):
                 "LBFGS evaluates the loss several times a step, and a step cannot be skipped after that: use another "
                 "optimizer, or precision='32-true'"
             )
-        wanted = needs_half_kernels(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
-        self._kernels = HalfKernels() if wanted else nullcontext()
+        wanted = needs_cpu_half_ops(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
+        self._half_ops = CpuHalfOps() if wanted else nullcontext()
         assert self._module is not None
-        self._outside = outside_of(self._module, optimizers)
         self._ranks_differ = ranks_differ(self._module, optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
+    # The contexts of HalfPrecision would make parameters, and tensors of the user, 16-bit ones from the beginning.
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -118,10 +130,10 @@ class FourMinPrecision(HalfPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        assert self._stand_ins is not None
-        # No cache of autocast's own: it would outlive an optimizer's step inside of this one.
+        assert self._weight_copies is not None
+        # Without the cache of autocast: its copies would outlive an optimizer's step inside of this one.
         autocast = torch.autocast(self._device.type, dtype=self.dtype, cache_enabled=False)
-        with self._stand_ins.active(), self._kernels, autocast:
+        with self._weight_copies.active(), self._half_ops, autocast:
             yield
 
     @override
@@ -132,55 +144,90 @@ class FourMinPrecision(HalfPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         loss = super().pre_backward(tensor, module).float()
         self._loss = loss.detach()
-        # Gradients of earlier backward passes that this one adds to, and that the all-reduce takes with it.
-        self._scale_gradients(self.loss_scale.value)
+        # This backward pass adds to the gradients of earlier ones (accumulation), and the all-reduce takes the sum.
+        if self.loss_scale.value != 1 and (gradients := self._gradients(module)):
+            torch._foreach_mul_(list(gradients.values()), self.loss_scale.value)
         return loss * self.loss_scale.value
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        assert self._stand_ins is not None
-        # Checkpointed layers run their forward again in here.
-        with self._stand_ins.active(), self._kernels, torch.autocast(self._device.type, enabled=False):
+        assert self._weight_copies is not None
+        # Layers with checkpointed activations run their forward again in here, and need copies for it.
+        with self._weight_copies.active(), self._half_ops, torch.autocast(self._device.type, enabled=False):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        self._scale_gradients(1 / self.loss_scale.value)
+        # The hooks `on_after_backward` run in the method of the base class, and see unscaled gradients.
+        self._overflow_flags = self._unscale(module)
         return super().post_backward(tensor, module)
+
+    def _unscale(self, module: LightningModule) -> list[Tensor] | None:
+        """Divides all gradients by the loss scale.
+
+        Returns the flags of overflow of the optimizer's gradients, which decide on the next step; None where other code
+        may still change the gradients, and where the scale is 1 and there is nothing to divide.
+        """
+        factor = 1 / self.loss_scale.value
+        if factor == 1:
+            return None
+        gradients = self._gradients(module)
+        if _others_may_change_gradients(module):
+            if gradients:
+                torch._foreach_mul_(list(gradients.values()), factor)
+            return None
+        # A step does not depend on gradients of parameters that the optimizer does not have.
+        (optimizer,) = module.trainer.optimizers
+        mine = set(self.main_params(optimizer))
+        rest = [gradient for parameter, gradient in gradients.items() if parameter not in mine]
+        if rest:
+            torch._foreach_mul_(rest, factor)
+        return unscale([gradient for parameter, gradient in gradients.items() if parameter in mine], factor)
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        assert self._stand_ins is not None
+        assert self._weight_copies is not None
+        # Flags of an earlier backward pass say nothing if this closure ends without one.
+        self._overflow_flags = None
         result = closure()
         number = next(i for i, other in enumerate(model.trainer.optimizers) if other is optimizer)
-        finite = all_finite([p.grad for p in self.main_params(optimizer) if p.grad is not None])
+        finite = self._is_finite(optimizer)
         if self._ranks_differ:
             finite = model.trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
-            self._stand_ins.refresh()
+            self._weight_copies.refresh()
             self._first_bad.pop(number, None)
         else:
             if number not in self._first_bad:
                 self._first_bad[number] = BadStep.examine(model, optimizer)
-            # Schedulers count a skipped step like any other; without this the first one makes torch warn.
+            # Schedulers count a skipped step like any other. Without this, torch would warn after a skipped first step
+            # that the scheduler came before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self.loss_scale.update(finite, number)
         self._report(model, number)
         return result
 
+    def _is_finite(self, optimizer: Optimizer) -> bool:
+        """Whether all gradients of the optimizer are finite on this rank; waits for the device."""
+        flags, self._overflow_flags = self._overflow_flags, None
+        if flags is not None:
+            return not any_set(flags)
+        return all_finite(p.grad for p in self.main_params(optimizer) if p.grad is not None)
+
     def _report(self, model: LightningModule, optimizer: int) -> None:
+        """Logs the scale; warns and at last raises where it does not stop the overflow."""
         scale = self.loss_scale
-        # Manual optimization may step where Lightning logs no steps.
-        place = _FxValidator.functions.get(model._current_fx_name or "")
-        if not model.trainer.barebones and place is not None and True in place["allowed_on_step"]:
+        if not model.trainer.barebones:
             figures = {"fourmin/loss_scale": scale.value, "fourmin/skipped_steps": float(scale.skipped_steps)}
-            model.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
+            # Manual optimization may step in hooks in which Lightning does not log steps.
+            with suppress(MisconfigurationException):
+                model.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
         if scale.exhausted(optimizer):
             raise RuntimeError(self._describe_overflow(model, optimizer))
         if scale.skips_in_a_row[optimizer] == PATIENCE // 2:
@@ -197,11 +244,11 @@ class FourMinPrecision(HalfPrecision):
             "rate, or try dtype='bf16' or precision='32-true'"
         )
 
-    def _scale_gradients(self, factor: float) -> None:
-        assert self._module is not None
-        gradients = [p.grad for p in chain(self._module.parameters(), self._outside) if p.grad is not None]
-        if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+    def _gradients(self, module: LightningModule) -> dict[nn.Parameter, Tensor]:
+        """Returns all gradients there are; optimizers may have parameters that the module does not have."""
+        optimizers = module.trainer.optimizers
+        parameters = chain(module.parameters(), *(self.main_params(optimizer) for optimizer in optimizers))
+        return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
 
     @property
     def _device(self) -> torch.device:
@@ -210,7 +257,7 @@ class FourMinPrecision(HalfPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning has loaded the weights into the module as it was born: where that is 16 bit, rounded."""
+        """Copies FP32 weights once more: Lightning has loaded, and so rounded, them while the module was 16 bit."""
         with torch.no_grad():
             for name in self._widened.keys() & checkpoint["state_dict"].keys():
                 self._widened[name].copy_(checkpoint["state_dict"][name])
@@ -227,9 +274,29 @@ class FourMinPrecision(HalfPrecision):
     def teardown(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._module, self._stand_ins, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
-        self._kernels, self._outside, self._widened = nullcontext(), [], {}
+        self._module, self._weight_copies, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
+        self._half_ops, self._widened, self._overflow_flags = nullcontext(), {}, None
         super().teardown()
+
+
+def _others_may_change_gradients(module: LightningModule) -> bool:
+    """Whether code of the user may run between the end of a backward pass and the decision on the step.
+
+    Such code may clip gradients or set them to 0, and the decision has to be about what it leaves: so the gradients are
+    looked at once more, right before the step. The version counters of tensors could not tell whether that is needed,
+    because writing through `.data` does not change them. In manual optimization several optimizers may share a backward
+    pass, too, and each decides on its own gradients.
+    """
+    if not module.automatic_optimization or _overrides(module, LightningModule, "optimizer_step"):
+        return True
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return _overrides(module, LightningModule, "on_after_backward") or any(
+        _overrides(callback, Callback, "on_after_backward") for callback in callbacks
+    )
+
+
+def _overrides(instance: object, base: type, method: str) -> bool:
+    return getattr(getattr(instance, method), "__func__", None) is not getattr(base, method)
 
 
 def _check_loss_scale(dtype: str, loss_scale: float | str) -> None:

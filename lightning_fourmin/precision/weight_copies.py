@@ -1,29 +1,87 @@
-"""16-bit copies that stand in for a module's FP32 parameters while a step runs.
+"""16-bit copies that take the place of a module's FP32 parameters in a step, and the norm layers that keep FP32.
 
 in a step           layer.weight       -> a 16-bit copy; its cast is in the graph: FP32 gradients reach the master
                     layer.parameters() -> the FP32 masters, as for optimizers, state_dict and regularisers
 outside of a step   both               -> the FP32 masters
+
+A norm layer between 16-bit layers reads FP32 parameters and statistics, computes in FP32 and hands on 16 bit.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fourmin.precision.norm_layers import NORM_LAYERS
+from lightning_fourmin.precision.cpu_half_ops import HALVES
 
+NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+"""The classes of norm layers. Subclasses count: a layer is known by its type, whatever its `forward` does."""
+_MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm)}
+"""The forwards that call kernels which read 16-bit activations and compute in FP32. On a GPU that saves memory traffic;
+on a CPU those kernels are slower than two casts. Autocast itself casts the inputs of the other norm layers."""
 _IN_FP32 = (*NORM_LAYERS, ParametrizationList)
-"""Keep their parameters: a weight that is computed (spectral norm) is so in FP32, and products round the result."""
+"""The classes of layers that keep their parameters. A parametrization is one of them: a weight that is computed from
+others (spectral norm) is computed in FP32, and the product that uses it rounds the result."""
 _Copies = dict[tuple[bool, bool], dict[Tensor, Tensor]]
-"""By what a copy is good for (gradients, inference mode) and by master: tied weights share a copy."""
+"""Copies by what they are good for (gradients, inference mode) and by master; tied weights share a copy."""
+
+
+class WeightCopies:
+    """The 16-bit copies of one module's FP32 parameters.
+
+    Autocast alone would cast each weight where a product reads it, and its cache would keep a copy beyond an
+    optimizer's step inside of a step (manual optimization). Casting the parameters for good would need a second set of
+    tensors for optimizers, checkpoints and callbacks. So the parameters stay the masters, and only the look-up of
+    `layer.weight` changes, and only while a step runs.
+
+    A copy is made when it is first read and is good until the masters change: `refresh` forgets all copies. The thread
+    that runs the step uses this object, and in its place, while it waits for the backward pass, the thread of autograd
+    that computes checkpointed activations again; never two at a time.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+        self._copies: _Copies = {}
+        self._active = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While this context is open, layers read copies, which all that runs inside shares."""
+        if self._active:
+            # Manual optimization: the backward pass runs inside of the step.
+            yield
+            return
+        replaced = [
+            (layer, layer._parameters)
+            for layer in self._module.modules()
+            if layer._parameters and not isinstance(layer, _IN_FP32)
+        ]
+        for layer, masters in replaced:
+            layer.__dict__["_parameters"] = _Parameters(masters, self._dtype, self._copies)
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+            for layer, masters in replaced:
+                layer.__dict__["_parameters"] = masters
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Forgets the copies, because the masters have changed."""
+        self._copies.clear()
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """Stands in for a module's `_parameters`: one looked up by name is a copy, those listed are the masters."""
+    """A module's `_parameters` during a step: a look-up by name gives a copy, iteration gives the masters."""
 
     def __init__(self, masters: dict[str, nn.Parameter | None], dtype: torch.dtype, copies: _Copies) -> None:
         super().__init__(masters)
@@ -44,48 +102,41 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
     @override
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        # `torch.func.functional_call` puts back what it has looked up: a copy.
+        # `torch.func.functional_call` puts back what it has looked up, which is a copy: its master goes back.
         for copies in self._copies.values():
             value = next((cast(nn.Parameter, master) for master, copy in copies.items() if copy is value), value)
         super().__setitem__(name, value)
 
     @override
     def __reduce__(self) -> tuple[type[dict], tuple[list[tuple[str, nn.Parameter | None]]]]:  # type: ignore[type-arg]
-        # A module copied in the middle of a step is an ordinary one.
+        # A module that is copied or pickled in the middle of a step becomes an ordinary one, of masters.
         return dict, (list(self.items()),)
 
 
-class StandIns:
-    """The copies of one module; norm layers and computed weights keep their FP32 parameters."""
+def tensors_of_norms(module: nn.Module) -> set[Tensor]:
+    """Returns the parameters and buffers of all norm layers of a module."""
+    layers = (layer for layer in module.modules() if isinstance(layer, NORM_LAYERS))
+    return {t for layer in layers for t in chain(layer.parameters(recurse=False), layer.buffers(recurse=False))}
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._module, self._dtype = module, dtype
-        self._copies: _Copies = {}
-        self._active = False
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Copies stand in; made when first read, then shared by everything inside."""
-        if self._active:
-            # Manual optimization: backward runs inside the step.
-            yield
-            return
-        replaced = [
-            (layer, layer._parameters)
-            for layer in self._module.modules()
-            if layer._parameters and not isinstance(layer, _IN_FP32)
-        ]
-        for layer, masters in replaced:
-            layer.__dict__["_parameters"] = _Parameters(masters, self._dtype, self._copies)
-        self._active = True
-        try:
-            yield
-        finally:
-            self._active = False
-            for layer, masters in replaced:
-                layer.__dict__["_parameters"] = masters
-            self.refresh()
+def keep_norms_in_fp32(module: nn.Module) -> list[RemovableHandle]:
+    """Gives all norm layers of a module hooks that cast at their borders; float64 stays as it is."""
+    handles = []
+    for layer in module.modules():
+        if isinstance(layer, NORM_LAYERS):
+            handles.append(layer.register_forward_pre_hook(_inputs_to_fp32))
+            handles.append(layer.register_forward_hook(_output_to_16_bit))
+    return handles
 
-    def refresh(self) -> None:
-        """Forgets the copies: the masters have changed."""
-        self._copies.clear()
+
+def _inputs_to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    if type(layer).forward in _MIXED_FORWARDS and inputs and inputs[0].device.type != "cpu":
+        return inputs
+    return tuple(x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x for x in inputs)
+
+
+def _output_to_16_bit(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    # Outside of a step no autocast is on, and a norm layer gives what it gives in FP32 training.
+    if isinstance(output, Tensor) and output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
+        return output.to(torch.get_autocast_dtype(output.device.type))
+    return output

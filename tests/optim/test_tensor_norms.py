@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_fourmin.optim.tensor_norms import BLOCK, cpu_norm, is_dense, norms
+from lightning_fourmin.optim.lars import NORM_BLOCK, cpu_norm, is_dense, norms
 
 
 def exact(tensor: Tensor) -> float:
@@ -15,7 +15,7 @@ def exact(tensor: Tensor) -> float:
 
 @settings(max_examples=50)
 @given(
-    size=st.sampled_from([0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 77]),
+    size=st.sampled_from([0, 1, 7, NORM_BLOCK - 1, NORM_BLOCK, NORM_BLOCK + 1, 3 * NORM_BLOCK, 5 * NORM_BLOCK + 77]),
     offset=st.integers(0, 3),
     step=st.integers(1, 2),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),

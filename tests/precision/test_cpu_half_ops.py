@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fourmin.precision.cpu_half_ops import HalfKernels, needs_half_kernels
+from lightning_fourmin.precision.cpu_half_ops import CpuHalfOps, needs_cpu_half_ops
 
 Product = Callable[..., Tensor]
 
@@ -50,7 +50,7 @@ def draw(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
 def test_equal_to_rounding_by_hand(name: str, dtype: torch.dtype) -> None:
     product, shapes = PRODUCTS[name]
     inputs = draw(shapes, dtype)
-    with HalfKernels():
+    with CpuHalfOps():
         output = product(*inputs)
         seed = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
         gradients = torch.autograd.grad(output, inputs, seed)
@@ -84,7 +84,7 @@ def test_same_in_inference_mode(name: str) -> None:
     product, shapes = PRODUCTS[name]
     inputs = draw(shapes, torch.float16)
     expected = product(*(x.detach().float() for x in inputs)).half()
-    with torch.inference_mode(), HalfKernels():
+    with torch.inference_mode(), CpuHalfOps():
         assert torch.equal(product(*inputs), expected)
 
 
@@ -119,7 +119,7 @@ def test_max_pooling_is_that_of_torch(dtype: torch.dtype, options: dict[str, Any
     elif form == "one image":
         x = x[0]
     expected = pooled(x, **options)
-    with HalfKernels():
+    with CpuHalfOps():
         found = pooled(x, **options)
     assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
@@ -129,7 +129,7 @@ def test_max_pooling_hands_on_what_is_not_a_number() -> None:
     x = torch.zeros(1, 3, 6, 6, dtype=torch.float16)
     x[0, 1, 2, 3] = torch.nan
     expected = F.max_pool2d(x, 3, 2)
-    with HalfKernels():
+    with CpuHalfOps():
         assert torch.equal(F.max_pool2d(x, 3, 2).isnan(), expected.isnan())
     assert expected.isnan().any()
 
@@ -151,7 +151,7 @@ def test_layers_are_close_to_fp32(name: str, training: bool) -> None:
     x = torch.randn(2, 5, 8).half()
     with torch.set_grad_enabled(training):
         expected = layer.half().float()(*[x.float()] * num_inputs)
-        with HalfKernels():
+        with CpuHalfOps():
             found = layer.half()(*[x] * num_inputs)
     for f, e in zip(tensors(found), tensors(expected), strict=True):
         assert f.dtype is torch.float16
@@ -168,7 +168,7 @@ def tensors(nested: Any) -> Iterator[Tensor]:
 
 def test_other_dtypes_pass_through() -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 3)
-    with HalfKernels():
+    with CpuHalfOps():
         assert torch.equal(a @ b, torch.mm(a, b))
         assert (a.double() @ b.double()).dtype is torch.float64
         assert torch.equal(torch.arange(6).view(2, 3) @ torch.arange(3), torch.tensor([5, 14]))
@@ -176,7 +176,7 @@ def test_other_dtypes_pass_through() -> None:
 
 def test_products_of_all_sizes_in_a_row() -> None:
     """Buffers grow, serve smaller products, and those outside of inference mode after those in it."""
-    kernels = HalfKernels()
+    kernels = CpuHalfOps()
     generator = torch.Generator().manual_seed(1)
     for size, inference in ((3, True), (9, False), (5, True), (40, False), (1, False), (0, False), (40, True)):
         a, b = (torch.randn(size, size, generator=generator).half() for _ in range(2))
@@ -191,7 +191,7 @@ def test_products_of_all_sizes_in_a_row() -> None:
 def test_sums_are_fp32() -> None:
     """4096 ones and a half: FP16 stops counting ones at 2048."""
     ones = torch.ones(1, 4097, dtype=torch.float16)
-    with HalfKernels():
+    with CpuHalfOps():
         assert (ones @ ones.T).item() == 4096.0
         assert (ones @ (ones.T / 2)).item() == 2048.0
 
@@ -199,7 +199,7 @@ def test_sums_are_fp32() -> None:
 def test_compiled_code_runs_and_is_right() -> None:
     inputs = draw([(5, 7), (7, 3)], torch.float16)
     compiled = torch.compile(lambda a, b: torch.relu(a @ b) @ b.T, backend="aot_eager")
-    with HalfKernels():
+    with CpuHalfOps():
         expected = torch.relu(inputs[0] @ inputs[1]) @ inputs[1].T
         found = compiled(*inputs)
         gradients = torch.autograd.grad(found.sum(), inputs)
@@ -217,5 +217,5 @@ def test_chosen_where_kernels_of_torch_are_slow_or_may_end_the_process(monkeypat
         ({"neon": True, "fp16_arith": True, "bf16": True}, (True, False)),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
-        assert tuple(needs_half_kernels(cpu, d) for d in (torch.float16, torch.bfloat16)) == expected
-    assert not needs_half_kernels(torch.device("cuda"), torch.float16)
+        assert tuple(needs_cpu_half_ops(cpu, d) for d in (torch.float16, torch.bfloat16)) == expected
+    assert not needs_cpu_half_ops(torch.device("cuda"), torch.float16)

@@ -13,40 +13,20 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_fourmin import FourMinPrecision, FourMinStrategy
-from lightning_fourmin.precision.cpu_half_ops import HalfKernels
-from tests.support.half_training import Net, fit, images, seeded, state, trainer, weights
+from lightning_fourmin.precision.cpu_half_ops import CpuHalfOps
+from tests.support.half_training import Net, fit, images, loss_by_hand, seeded, state, trainer, weights
 
 DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class Round(torch.autograd.Function):
-    """Rounds to 16 bit and back, a value on its way forward and its gradient on its way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return x.to(dtype).float()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient.to(ctx.dtype).float(), None
 
 
 def train_by_hand(num_batches: int, dtype: torch.dtype, scale: float) -> Tensor:
     """All in FP32, with every rounding of 16-bit training written out."""
     net = seeded()
     optimizer = net.configure_optimizers()
-
-    def rounded(x: Tensor) -> Tensor:
-        return Round.apply(x, dtype)
-
-    for x, y in images(num_batches):
-        hidden = rounded(F.conv2d(rounded(x), rounded(net.conv.weight), rounded(net.conv.bias)))
-        hidden = torch.relu(rounded(net.norm(hidden))).flatten(1)
-        logits = rounded(F.linear(hidden, rounded(net.head.weight), rounded(net.head.bias)))
+    for batch in images(num_batches):
         optimizer.zero_grad()
-        (F.cross_entropy(logits, y) * scale).backward()
+        (loss_by_hand(net, batch, dtype) * scale).backward()
         for parameter in net.parameters():
             parameter.grad /= scale
         optimizer.step()
@@ -287,6 +267,28 @@ def test_parameters_outside_of_the_module_are_unscaled() -> None:
     assert (found - expected).norm() < 1e-2 * (expected - 1).norm()
 
 
+class SharedOutside(Outside):
+    """Two optimizers have the weight that the module does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.outside, lr=0.05), torch.optim.SGD([*self.parameters(), *self.outside], lr=0.05)]
+
+
+def test_gradients_that_two_optimizers_share_are_unscaled_once() -> None:
+    nets = [seeded(SharedOutside), seeded(SharedOutside)]
+    for net, precision in zip(nets, (FourMinPrecision(), None), strict=True):
+        fit(net, precision, num_batches=2)
+    found, expected = (net.outside[0].grad for net in nets)
+    assert (found - expected).norm() < 1e-2 * expected.norm()
+
+
 class FromIterator(Net):
     """Takes its batches itself."""
 
@@ -330,4 +332,4 @@ class Watched(Net):
 def test_fp16_products_are_in_fp32_on_every_cpu_unless_told_otherwise(wanted: bool | None) -> None:
     net = seeded(Watched)
     fit(net, FourMinPrecision(half_kernels=wanted), num_batches=1)
-    assert [type(mode) for mode in net.modes] == ([HalfKernels] if wanted is None else [])
+    assert [type(mode) for mode in net.modes] == ([CpuHalfOps] if wanted is None else [])

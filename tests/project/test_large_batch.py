@@ -14,8 +14,10 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from benchmarks.naive_half import NaiveHalfPrecision
 from large_batch import EFFECTS, MODELS, RECIPES_IN_FP32, ROWS, Comparison, report
 from large_batch_runs import keep, read_rows
 from lightning_fourmin.cli.hydra_app import CONF as PACKAGE_CONF
@@ -68,6 +70,11 @@ def test_a_row_changes_what_it_says(before: str, after: str, changed: set[str]) 
     first, second = flat(config_of(before)), flat(config_of(after))
     differing = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
     assert differing == changed | {"name"}
+
+
+@pytest.mark.parametrize("row", ["alexnet_fp16_naive", "resnet_fp16_naive"])
+def test_naive_fp16_is_found_from_the_root_of_the_repository(row: str) -> None:
+    assert type(instantiate(config_of(row)["precision"])) is NaiveHalfPrecision
 
 
 def test_every_row_has_a_config_and_every_effect_its_rows() -> None:

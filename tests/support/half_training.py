@@ -32,6 +32,31 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Round(torch.autograd.Function):
+    """Rounds to 16 bit and back, a value on its way forward and its gradient on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.to(dtype).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient.to(ctx.dtype).float(), None
+
+
+def loss_by_hand(net: Net, batch: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The loss of a batch as 16-bit training computes it: all in FP32, with every rounding written out."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return Round.apply(x, dtype)
+
+    x, labels = batch
+    hidden = rounded(F.conv2d(rounded(x), rounded(net.conv.weight), rounded(net.conv.bias)))
+    hidden = torch.relu(rounded(net.norm(hidden))).flatten(1)
+    return F.cross_entropy(rounded(F.linear(hidden, rounded(net.head.weight), rounded(net.head.bias))), labels)
+
+
 def images(num_batches: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
     count = num_batches * BATCH_SIZE

@@ -1,4 +1,4 @@
-"""Dropout of `fourmin train`: its own on each rank and in each step, the same when a run goes on."""
+"""Dropout of `fourmin train` differs between ranks and steps, and is the same when a run resumes."""
 
 import warnings
 from pathlib import Path
@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from lightning_fourmin import FourMinStrategy
-from lightning_fourmin.cli.step_seed import StepSeed
+from lightning_fourmin.callbacks.step_seed import StepSeed
 from tests.support.pool import RankPool
 from tests.support.training import Regression, data, rank_trainer
 

@@ -1,7 +1,4 @@
-"""What is random in a step, dropout above all, follows from seed, rank, epoch and batch.
-
-So ranks drop different units, and a run that goes on from a checkpoint drops those that it would have dropped anyway.
-"""
+"""Seeds what is random in a training step, dropout above all, from seed, rank, epoch and batch."""
 
 from typing import Any
 
@@ -12,7 +9,11 @@ from typing_extensions import override
 
 
 class StepSeed(Callback):
-    """Seeds torch before each training step; what Lightning's strategies seed is the same on all ranks."""
+    """Seeds torch before each training step, so that the step is a function of its place in the run.
+
+    Strategies of Lightning seed all ranks alike; with this callback ranks drop different units. And a run that resumes
+    from a checkpoint drops the units that it would have dropped without the interruption.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,0 +1,23 @@
+"""Tells callbacks when Lightning writes logged values, so that they compute nothing for steps between."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+
+def is_logged_step(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether values that are logged in `on_train_batch_end` of this batch reach the loggers; all ranks say the same.
+
+    Lightning counts batches that end with a step, however many optimizers have stepped in them. In automatic
+    optimization, which has one optimizer, that is `global_step`; while gradients accumulate, the answer is that of the
+    last step. In manual optimization every batch counts. Lightning also writes where `trainer.should_stop` is set, but
+    ranks may see that at different times.
+    """
+    every_n: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if module.automatic_optimization:
+        num_steps = trainer.global_step
+    else:
+        # Batches that `on_train_batch_start` has skipped were not started, but are "ready".
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        num_steps = batches.started
+    return every_n > 0 and num_steps % every_n == 0
