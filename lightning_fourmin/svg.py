@@ -153,7 +153,7 @@ def to_svg(figure: "Figure", name: str, label: str, standalone: bool = False) ->
         root.insert(0, sheet)
     ET.register_namespace("", _SVG)
     # ASCII with character references reads the same in every encoding.
-    text: str = ET.tostring(root, encoding="us-ascii", xml_declaration=False).decode()
+    text: str = ET.tostring(root, encoding="us-ascii", xml_declaration=standalone).decode()
     return text
 
 

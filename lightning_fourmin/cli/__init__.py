@@ -18,7 +18,7 @@ VERBS = {
 }
 """What each verb does; the function `main` in the module of its name runs it."""
 PACKAGES = ("hydra", "jinja2", "matplotlib", "omegaconf", "PIL", "rich", "simplejpeg", "torchmetrics", "webdataset")
-"""What the extra [app] brings, by the names that are imported."""
+"""The packages that the extra [app] brings, by the names that are imported."""
 INTERRUPTED = 130
 """The exit code of a process that Ctrl-C has ended, by the convention of shells."""
 

@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_fourmin.allreduce.measure import merge_traces
 from lightning_fourmin.cli.hydra_app import run
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
@@ -32,4 +33,6 @@ def _report(options: ReportOptions) -> None:
                 write_report(job.folder)
         print(write_sweep(options.run))
     else:
+        # The ranks of a run that was killed have left their parts.
+        merge_traces(options.run)
         print(write_report(options.run))

@@ -45,6 +45,8 @@ class HeatMap:
     """The ratio of the last colour."""
     first_step: int
     last_step: int
+    num_bad: int
+    """How many ratios were not finite."""
 
     @property
     def num_decimals(self) -> int:
@@ -81,6 +83,7 @@ def trust_ratio_map(metrics: Metrics) -> HeatMap | None:
         largest=float(np.exp(high)),
         first_step=int(steps[0]),
         last_step=int(steps[-1]),
+        num_bad=sum(metrics[name].num_bad for name in names),
     )
 
 

@@ -60,14 +60,7 @@ FROM_GROUPS = {"model", "model_options", "cluster"}
 """The options that config groups give."""
 KNOWN_DIFFERENCES = {("plan", "stragglers")}
 """slowdown is 2.0 in the tree, for whoever sets a probability, and 1.0 in code, where nothing is slow."""
-KNOWN_PRIVATE = {
-    "lightning_fourmin.data.transforms.EvalImage",
-    "lightning_fourmin.data.transforms.TrainImage",
-    "lightning_fourmin.optim.schedule.CosineSchedule",
-    "lightning_fourmin.optim.schedule.PolySchedule",
-    "lightning_fourmin.optim.schedule.StepSchedule",
-    "lightning_fourmin.precision.naive_half.NaiveHalfPrecision",
-}
+KNOWN_PRIVATE = {"lightning_fourmin.callbacks.data_monitor.DataMonitor"}
 """Targets that `lightning_fourmin` does not export yet; the list is to become empty."""
 OF_THE_COMMAND = {"lightning_fourmin.cli.output.SweepReport"}
 """Targets that Hydra calls for `fourmin train` and nobody types."""

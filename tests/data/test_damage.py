@@ -1,8 +1,9 @@
 """Damaged data while loading: the error names shard, member and offset, or the sample is skipped."""
 
+import gc
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ def loader(
     return EvalLoader(data, partition, rank, num_workers=num_workers, prefetch_factor=2, pin_memory=False)
 
 
+@pytest.fixture
+def ends_workers() -> Iterator[None]:
+    """An error that a loader raised keeps it, and so its workers, until the garbage is collected.
+
+    Workers hold copies of the pipe by which the pool of ranks ends its fork server, which would wait for them.
+    """
+    yield
+    gc.collect()
+
+
 def labels(found: Any) -> list[list[int]]:
     """Labels of each batch."""
     return [batch.tolist() for _, batch in found]
@@ -87,6 +98,7 @@ def test_bad_samples(tmp_path: Path, sample: dict[str, Any], message: str) -> No
         list(loader(tmp_path))
 
 
+@pytest.mark.usefixtures("ends_workers")
 def test_errors_of_workers_arrive_as_they_are(tmp_path: Path) -> None:
     sample, message = BAD["bad image"]
     write_images(tmp_path, sample)
@@ -198,6 +210,7 @@ def fails(sample: Sample, rng: np.random.Generator) -> int:
     return sample.number
 
 
+@pytest.mark.usefixtures("ends_workers")
 def test_errors_of_the_transform_say_where(tmp_path: Path) -> None:
     write_numbers(tmp_path, [6])
     with pytest.raises(ZeroDivisionError, match="one over zero") as caught:

@@ -261,10 +261,13 @@ def test_a_single_row_is_a_dot(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train/loss,lr\n0,2.5,nan\n17,nan,nan\n1800,inf,nan\n")
+    (tmp_path / "metrics.csv").write_text(
+        "step,train/loss,lr,trust_ratio/a\n0,2.5,nan,0.1\n17,nan,nan,inf\n1800,inf,nan,nan\n"
+    )
     page = page_of(tmp_path, replace(RUN, summary=Summary()))
     assert "2 values of training, the first at step 17, cannot be drawn: not a finite number." in page.text
     assert "3 values of rate of group 0, the first at step 0, cannot be drawn" in page.text
+    assert "2 values cannot be drawn: not a finite number." in page.text
 
 
 def chart_texts(page: Page, title: str) -> list[str | None]:
