@@ -123,6 +123,7 @@ class FourMinStrategy(DDPStrategy):
         self._engine: Engine | None = None
         self._spans: Spans | None = None
         self._trace: Trace | None = None
+        self._trace_folder = ""
         self._late_buffers: LateBufferSync | None = None
         self._checkpoint_path: str | Path | None = None
         self.plan: CommPlan | None = None
@@ -303,7 +304,9 @@ class FourMinStrategy(DDPStrategy):
         if self._options.trace:
             self._trace = Trace(self.global_rank, self.world_size)
             self._trace.align(self.root_device)
-            self._trace.write_at_exit(self.lightning_module.trainer.default_root_dir)
+            # That of rank 0: a launcher's ranks may each have a folder of their own, with the time in its name.
+            self._trace_folder = self.broadcast(self.lightning_module.trainer.default_root_dir)
+            self._trace.write_at_exit(self._trace_folder)
             self._spans.listen(self._trace)
         self._engine = Engine(
             self.plan,
@@ -413,8 +416,8 @@ class FourMinStrategy(DDPStrategy):
             self._engine.close()
             self._engine = None
         trace, self._trace = self._trace, None
-        if trace is not None and self.lightning_module is not None:
-            trace.write(self.lightning_module.trainer.default_root_dir)
+        if trace is not None:
+            trace.write(self._trace_folder)
         self._spans = self._groups = self._late_buffers = None
         if self._missing_ranks is not None:
             self._missing_ranks.close()
