@@ -60,15 +60,6 @@ FROM_GROUPS = {"model", "model_options", "cluster"}
 """The options that config groups give."""
 KNOWN_DIFFERENCES = {("plan", "stragglers")}
 """slowdown is 2.0 in the tree, for whoever sets a probability, and 1.0 in code, where nothing is slow."""
-KNOWN_PRIVATE = {
-    "lightning_fourmin.data.transforms.EvalImage",
-    "lightning_fourmin.data.transforms.TrainImage",
-    "lightning_fourmin.optim.schedule.CosineSchedule",
-    "lightning_fourmin.optim.schedule.PolySchedule",
-    "lightning_fourmin.optim.schedule.StepSchedule",
-    "lightning_fourmin.precision.naive_half.NaiveHalfPrecision",
-}
-"""Targets that `lightning_fourmin` does not export yet; the list is to become empty."""
 OF_THE_COMMAND = {"lightning_fourmin.cli.output.SweepReport"}
 """Targets that Hydra calls for `fourmin train` and nobody types."""
 
@@ -144,4 +135,4 @@ def is_public(target: str) -> bool:
 @pytest.mark.parametrize("file", FILES)
 def test_targets_are_public(file: str) -> None:
     named = {node["_target_"] for _, node in targets(loaded(file))}
-    assert {target for target in named if not is_public(target)} <= KNOWN_PRIVATE | OF_THE_COMMAND
+    assert {target for target in named if not is_public(target)} <= OF_THE_COMMAND

@@ -176,8 +176,9 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on_in_its_folder(fourmi
 
 def test_the_same_command_resumes_in_its_folder(fourmin: Fourmin, tmp_path: Path) -> None:
     folder, command = tmp_path / "run", ["run_dir=run", "trainer.devices=1", *SHORT[1:]]
-    code, _, errors = fourmin("train", *command, "trainer.max_epochs=1")
+    code, _, errors = fourmin("train", *command, "trainer.max_epochs=1", "strategy.trace=true")
     assert code == 0, errors
+    assert (folder / "fourmin_trace.json").is_file()
     assert "goes on from" not in errors
     first = record(folder)
     # What cannot begin leaves figures and time.

@@ -52,7 +52,7 @@ def test_ranks_of_a_script_end_when_rank_1_is_killed(tmp_path: Path) -> None:
 
 
 def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
-    length = "trainer.max_epochs=12 trainer.limit_train_batches=3 trainer.limit_val_batches=1"
+    length = "strategy.trace=true trainer.max_epochs=12 trainer.limit_train_batches=3 trainer.limit_val_batches=1"
     options = f"trainer=torchrun trainer.accelerator=cpu {length} trainer.log_every_n_steps=1 data.num_workers=0"
     command = ["-m", "lightning_fourmin", "train", *options.split()]
     with running([*restart.torchrun("--max-restarts", "1"), *command], tmp_path) as run:
@@ -63,6 +63,7 @@ def test_fourmin_train_goes_on_in_its_folder(tmp_path: Path) -> None:
         assert run.left() == []
     (folder,) = (tmp_path / "runs" / "digits").iterdir()
     checkpoint = re.escape(str(folder / "checkpoints" / "last.ckpt"))
+    assert len(list(folder.glob("fourmin_trace.rank?.json"))) == 2, "ranks know the folder of rank 0"
     assert "torchrun has started this job again" in run.output, run.output
     assert re.search(f"goes on from {checkpoint}", run.output), run.output
     metrics = read_metrics(folder)
