@@ -19,6 +19,7 @@ from lightning_fourmin.simulate.scenario import (
     training_time,
 )
 from lightning_fourmin.simulate.step import Span
+from lightning_fourmin.text import dtype_name
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class SimulationResult:
             "batch_size": profile.batch_size,
             "layer_times": profile.source,
             "fusion_mb": self.scenario.used_fusion_mb,
-            "wire_dtype": str(self.scenario.wire_dtype).removeprefix("torch."),
+            "wire_dtype": dtype_name(self.scenario.wire_dtype),
             "algorithm": self.scenario.algorithm,
             "table": plan.table.summary(),
             "rows": [_as_dict(row) for row in plan.rows],
@@ -73,7 +74,7 @@ class SimulationResult:
     def __str__(self) -> str:
         now, plan, best = self.prediction, self.scenario.plan, self.best
         hours, num_steps = self.training.hours, self.training.num_steps
-        wire = str(self.scenario.wire_dtype).removeprefix("torch.")
+        wire = dtype_name(self.scenario.wire_dtype)
         lines = [
             f"{self.scenario.cluster.name}: {plan.topology}; batch {self.scenario.profile.batch_size} a rank",
             f"layer times   {self.scenario.profile.source}",
@@ -107,16 +108,21 @@ class SimulationResult:
 
 
 def _as_dict(row: PlanRow) -> dict[str, Any]:
-    """A row of the plan for JSON."""
+    """A row of the plan for JSON, with the names that it has in the record of a run."""
+    bucket, sending = row.bucket, row.sending
     return {
-        "what": row.bucket.content,
-        "num_tensors": len(row.bucket.names),
-        "num_bytes": row.sending.num_bytes,
+        "num_tensors": len(bucket.names),
+        "num_bytes": bucket.num_bytes,
+        "dtype": dtype_name(bucket.dtype),
+        "first": bucket.names[0],
+        "last": bucket.names[-1],
+        "wire_bytes": sending.num_bytes,
+        "wire_dtype": dtype_name(sending.wire_dtype),
         "form": row.form,
         "update": row.update,
-        "algorithm": row.sending.algorithm.name,
-        "num_pieces": len(row.sending.numels),
-        "expected_ms": row.expected_ms,
+        "algorithm": sending.algorithm.name,
+        "num_pieces": len(sending.numels),
+        "expected_ms": None if row.expected_ms is None else round(row.expected_ms, 4),
         "exactness": row.exactness,
     }
 
