@@ -26,11 +26,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fourmin._lightning import BatchNormBase
 from lightning_fourmin.allreduce.buckets import (
     FusionPlan,
     refuse_complex_gradients,
@@ -44,7 +44,7 @@ from lightning_fourmin.allreduce.plan import CommOptions, CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups, gather_objects
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.faults.checkpoint_io import all_ranks_hear, naming_other_models, refuse_foreign, whole_files
+from lightning_fourmin.faults.checkpoint_io import default_to_atomic, explain_mismatch, refuse_foreign, share_failure
 from lightning_fourmin.faults.launcher import PatientLauncher
 from lightning_fourmin.faults.missing_ranks import MissingRanks
 from lightning_fourmin.faults.restart_store import join_group_of_attempt, shares_agents_store
@@ -144,7 +144,7 @@ class FourMinStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = whole_files(self._checkpoint_io)
+        self._checkpoint_io = default_to_atomic(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -162,7 +162,7 @@ class FourMinStrategy(DDPStrategy):
 
     @property
     def topology(self) -> Topology:
-        """Who is where, known when the ranks have met. A tuned table may use other groups."""
+        """Which rank is on which node, known when the ranks have met. A tuned table may use other groups."""
         assert self._topology is not None
         return self._topology
 
@@ -196,8 +196,9 @@ class FourMinStrategy(DDPStrategy):
                 "use Trainer(accelerator='cpu', strategy='fourmin') or strategy='auto'"
             )
         super().setup_environment()
-        # First of all, so that what fails from here on is explained.
-        self._missing_ranks = MissingRanks(self._options.stall_warning_s) if dist.get_world_size() > 1 else None
+        # Made before anything else, so that whatever fails from here on is explained on all ranks.
+        if dist.get_world_size() > 1:
+            self._missing_ranks = MissingRanks(self._options.stall_warning_s)
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
                 f"the process group has {dist.get_world_size()} ranks but the launcher says {self.world_size}: it is "
@@ -238,7 +239,7 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with naming_other_models(self._checkpoint_path):
+        with explain_mismatch(self._checkpoint_path):
             super().load_model_state_dict(checkpoint, strict)
 
     # The module is wrapped: in a fit, after it has been converted to its precision and moved to its device.
@@ -357,7 +358,7 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """As DDPStrategy's, without the barrier before it: an all-reduce waits for all ranks by itself.
+        """Reduces as DDPStrategy does, but without the barrier before it: an all-reduce waits for all ranks by itself.
 
         The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples a rank.
         """
@@ -376,7 +377,7 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        with all_ranks_hear(self.broadcast):
+        with share_failure(self.broadcast):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -417,8 +418,7 @@ class FourMinStrategy(DDPStrategy):
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.write(self._trace_folder)
-        self._spans = None
-        self._late_buffers = None
+        self._spans = self._groups = self._late_buffers = None
         if self._missing_ranks is not None:
             self._missing_ranks.close()
             self._missing_ranks = None
@@ -453,7 +453,7 @@ class LateBufferSync:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._layers = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+        self._layers = [child for child in module.modules() if isinstance(child, BatchNormBase)]
         self._training = [layer.training for layer in self._layers]
 
     def before_training_step(self) -> None:
@@ -489,4 +489,4 @@ def only_batch_norm_statistics(module: nn.Module) -> bool:
 
 def _is_batch_norm(layer: nn.Module) -> bool:
     # What a forward of another's making reads in training is not known.
-    return isinstance(layer, _BatchNorm) and type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return isinstance(layer, BatchNormBase) and type(layer).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from lightning_fourmin._lightning import buckets_of_ddp
 from lightning_fourmin.text import dtype_name
 
 MIB = 1024 * 1024
@@ -144,7 +144,7 @@ def _ddp_buckets(
     tensors: list[torch.Tensor] = [parameter for _, parameter in order]
     # With indices torch keeps the order that a rebuild gives, which is not the ready order where dtypes are mixed.
     indices = list(range(len(tensors))) if rebuilt else []
-    assignment, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors), indices)
+    assignment = buckets_of_ddp(tensors, limits, [False] * len(tensors), indices)
     buckets = [
         Bucket(
             tuple(order[i][0] for i in members),

@@ -1,4 +1,4 @@
-"""A checkpoint in the middle of an epoch when the run is asked to end: by a scheduler, or a machine that goes down."""
+"""Saves in the middle of an epoch when a scheduler, or a machine that goes down, asks the run to end."""
 
 import os
 import signal
@@ -20,6 +20,7 @@ from lightning_fourmin._lightning import (
     ASK_BEFORE_BATCH,
     REQUEUE_HANDLER,
     SIGTERM_HANDLER,
+    hpc_checkpoint_path,
     set_handler,
     sigterm_exception,
 )
@@ -27,11 +28,11 @@ from lightning_fourmin._lightning import (
 FILE_NAME = "last.ckpt"
 EXIT_CODE = 128 + signal.SIGTERM
 MAX_STEPS = 50
-"""Between two questions, however fast steps have been: those to come may be slower."""
+"""The most steps between two questions, however fast steps have been: those to come may be slower."""
 
 
 class _Asked(IntEnum):
-    """To do what, after saving."""
+    """What a run is asked to do after it has saved; what is larger comes first."""
 
     NOTHING = 0
     END = 1
@@ -42,29 +43,32 @@ class PreemptionCheckpoint(Callback):
     """Saves and ends all ranks soon after any of them gets SIGTERM; the exit code is 143.
 
     The file is `last.ckpt`. `ckpt_path="last"` finds it beside the files of the Trainer's ModelCheckpoint; where there
-    are none, give its path. Ranks ask each other about once a second, after a step on which they have agreed, and after
-    the last step of an epoch: then they save, finish the epoch with its validation, and save and end after the first
-    step of the next. Validation inside an epoch is finished before they ask. Asked before the first step, they end
-    without a file. Lightning's own handler broadcasts from wherever the signal finds a rank, which blocks if the others
-    are elsewhere; this callback takes its place. It also takes that of the broadcast with which Lightning asks before
-    every batch, so that ranks do not wait for each other there.
+    is no ModelCheckpoint, give its path. Ranks ask each other about once a second, after a step on which they have
+    agreed. They ask after the last step of an epoch as well: then they save, finish the epoch with its validation, and
+    save and end after the first step of the next epoch. Validation inside an epoch is finished before they ask. Ranks
+    that are asked to end before the first step save nothing.
 
-    The same on SLURM when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where Lightning saves
-    from the midst of a step: then the job is queued again, too, and a second file lies where Lightning looks for it, so
-    that the job goes on with `ckpt_path="last"` and without.
+    Two parts of Lightning are replaced during a fit. Its signal handler broadcasts from wherever the signal finds a
+    rank, which blocks if the other ranks are elsewhere; ours only makes a note, in the main thread as all handlers of
+    Python. Its broadcast before every batch makes ranks wait for each other; that is left out.
+
+    On SLURM the same happens when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where
+    Lightning saves from the midst of a step. Then the job is queued again, too, and a second file lies where Lightning
+    looks for one, so that the job resumes with `ckpt_path="last"` and without.
 
     Args:
         dirpath: where to save; None: beside the files of the Trainer's ModelCheckpoint, else its `default_root_dir`.
     """
 
     interval_s = 1.0
+    """About how often ranks ask each other."""
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self._dirpath = dirpath
         self._heard = _Asked.NOTHING
-        """What this rank was asked, at any time."""
+        """What this rank has been asked; signal handlers set it."""
         self._asked = _Asked.NOTHING
-        """What the ranks know of each other, and act on together."""
+        """What any rank has been asked; all ranks know it and act on it together."""
         self._step = self._next_step = 0
         self._time_s = 0.0
 
@@ -93,7 +97,7 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        # Between two steps: gradients that accumulate are in no checkpoint.
+        # Not between two batches of a step: the gradients that they accumulate are in no checkpoint.
         if trainer.global_step < self._next_step and not trainer.is_last_batch:
             return
         self._agree(trainer)
@@ -117,12 +121,12 @@ class PreemptionCheckpoint(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
-        # SLURM ends a job that is queued again: what matters is saved.
+        # Last of all, since SLURM ends a job that is queued again.
         if self._asked == _Asked.QUEUE_AGAIN and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             _queue_again()
 
     def _agree(self, trainer: Trainer) -> None:
-        """On whether any rank was asked, and on the step of the next question: clocks of ranks differ."""
+        """Lets all ranks know whether any was asked, and sets the step of the next question, as clocks differ."""
         step, time_s = trainer.global_step, time.monotonic()
         step_s = (time_s - self._time_s) / max(1, step - self._step)
         mine = torch.tensor([self._heard, step_s], dtype=torch.float32, device=trainer.strategy.root_device)
@@ -138,12 +142,12 @@ class PreemptionCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         saver = trainer.checkpoint_callback
         beside = saver.dirpath if isinstance(saver, ModelCheckpoint) else None
-        # Not a Path, which would make s3:/ of s3://.
+        # A Path would make s3:/ of s3://.
         path = os.path.join(self._dirpath or beside or trainer.default_root_dir, FILE_NAME)
         trainer.save_checkpoint(path)
         rank_zero_info(f"{self._by_whom}: saved {path} after step {self._step}")
         if self._asked == _Asked.QUEUE_AGAIN:
-            trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+            trainer.save_checkpoint(hpc_checkpoint_path(trainer))
 
 
 def _queue_again() -> None:

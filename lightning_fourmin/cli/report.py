@@ -1,4 +1,4 @@
-"""`fourmin report`: writes the page of a run, or of a sweep and all its jobs."""
+"""`fourmin report`: writes the page of a run, or of a sweep and all its jobs; merges the traces of ranks."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from lightning_fourmin.cli.hydra_app import run
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.report.run_page import write_report
 from lightning_fourmin.report.sweep_page import write_sweep
+from lightning_fourmin.runs.record import RUN_NAME
 from lightning_fourmin.runs.sweep import is_sweep, read_jobs
 
 
@@ -32,6 +33,9 @@ def _report(options: ReportOptions) -> None:
             with suppress(RunError):
                 write_report(job.folder)
         print(write_sweep(options.run))
+    elif not (options.run / RUN_NAME).exists() and (trace := merge_traces(options.run)):
+        # The folder of a Trainer that was not started by `fourmin train` may have a trace, but no record.
+        print(trace)
     else:
         # The ranks of a run that was killed have left their parts.
         merge_traces(options.run)

@@ -24,35 +24,43 @@ LoaderType = TypeVar("LoaderType", bound=ShardLoader)
 
 
 class ShardDataModule(LightningDataModule):
-    """Tar shards with an index for training and evaluation: every sample once on any number of ranks, resumed anywhere.
+    """Tar shards with an index, for training and evaluation of any LightningModule with any strategy.
+
+    In training an epoch has every sample once, but for those that fill no step (`remainder`), and every rank has the
+    same number of batches. In evaluation every sample counts once, on any number of ranks. A run that is resumed in
+    mid-epoch continues with the samples that are left, also on another number of ranks or with another `batch_size`; it
+    needs nothing but the data module for that.
 
     Batches are (images, labels) unless transforms of your own make something else. Images travel to the device as bytes
-    and are normalised there. Workers read one piece of the epoch's order each, so the batches depend on `num_workers`,
+    and are normalised there. Each worker reads one piece of the epoch's order, so the batches depend on `num_workers`,
     which is why it has a fixed default; which samples an epoch has does not.
+
+    Each rank has a data module in its main process; spawned ranks get a pickled copy. It makes a new loader for each
+    run and each kind of evaluation. The loaders start worker processes, and those open the shards.
 
     Args:
         path: folder or URL with an `index.json`; "digits" for small demo data that is written on first use.
-        batch_size: samples a rank.
+        batch_size: number of samples in a batch of one rank.
         train_transform: called with a `Sample` and a random generator that depends on (seed, epoch, sample); what it
             returns is collated. None: random crops and flips of images.
         eval_transform: the same for evaluation. None: the middle of images.
-        image_size: pixels, for the default transforms.
-        train_split: name in the index.
-        val_split: name in the index.
-        test_split: name in the index; prediction uses it, too.
-        num_workers: processes a rank that read and decode; 0: none.
-        prefetch_factor: batches a worker prepares ahead.
-        seed: of the order and the augmentation.
-        window: samples that are shuffled with each other; a worker holds as many in memory, undecoded.
+        image_size: width and height in pixels, for the default transforms.
+        train_split: name in the index of the split for training.
+        val_split: name in the index of the split for validation.
+        test_split: name in the index of the split for testing and prediction.
+        num_workers: number of processes of each rank that read and decode. 0: the main process does it.
+        prefetch_factor: number of batches that each worker prepares ahead.
+        seed: seed of the order and the augmentation.
+        window: number of samples that are shuffled with each other; a worker holds as many in memory, undecoded.
         remainder: what happens to the samples of an epoch that fill no step of all ranks, accumulation included:
-            "drop", or "wrap" to fill it with the first ones of the epoch.
+            "drop", or "wrap" to fill the step with the first ones of the epoch.
         on_error: "raise" on damaged samples, or "skip" them; warnings and the callback `DataMonitor` count them. In
             training other samples take their places, of the same batch or those that follow it; in evaluation the batch
             is smaller or left out.
         pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
         collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
-        mean: of the images' red, green and blue, each between 0 and 1.
-        std: the same for their standard deviations.
+        mean: mean of the images' red, green and blue, each between 0 and 1.
+        std: standard deviation of the same.
 
     Example:
         ```python
@@ -112,7 +120,7 @@ class ShardDataModule(LightningDataModule):
             "test": evaluation,
         }
         self.splits = {"train": train_split, "val": val_split, "test": test_split}
-        """By stage: name in the index."""
+        """The name in the index of the split for each stage: train, val and test."""
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
         self._seed = seed
@@ -125,34 +133,34 @@ class ShardDataModule(LightningDataModule):
         self._index: Index | None = None
         self._train_loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
-        """What a checkpoint said, until the loader is made."""
+        """The state in the checkpoint that this run resumes, until its train loader is made."""
         self._scale = self._shift = torch.empty(0)
-        """What the pixels are multiplied with and what is added then, on the device of the last batch."""
+        """What pixels are multiplied with, and what is then added to them, on the device of the last batch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Spawned ranks get a copy: they make loaders of their own.
+        # For spawned ranks, which make loaders of their own. One that has worker processes cannot be pickled.
         return self.__dict__ | {"_train_loader": None}
 
     @property
     def folder(self) -> str:
-        """Where the index lies."""
+        """The folder or URL of the index."""
         return str(digits_folder()) if self.path == DIGITS else self.path
 
     @property
     def index(self) -> Index:
-        """Splits, shards and classes, read on first use."""
+        """The index with splits, shards and classes, which is read on first use."""
         if self._index is None:
             self._index = read_index(self.folder, pipes=self._pipes)
         return self._index
 
     @property
     def num_classes(self) -> int:
-        """As many as the index names."""
+        """The number of classes in the index; 0 if it has none."""
         return len(self.index.classes)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches that each rank has in an epoch, known without making a loader."""
+        """The number of batches that each rank has in an epoch; no loader is made to know it."""
         partition, split = self._partition(), self.index.split(self.splits["train"], self.path)
         return partition.num_batches(partition.epoch(split.num_samples, self._remainder, self._num_accumulated))
 
@@ -167,9 +175,10 @@ class ShardDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        # A checkpoint that was loaded for something else does not count for this run.
+        # A checkpoint that was loaded before, as for a validation, does not count for this run.
         self._state = None
 
+    # Lightning calls this once a run, and again for `reload_dataloaders_every_n_epochs`.
     @override
     def train_dataloader(self) -> ShardLoader:
         if self.trainer and self.trainer.overfit_batches:  # type: ignore[attr-defined]
@@ -241,12 +250,12 @@ class ShardDataModule(LightningDataModule):
         return [self._normalised(images), *rest]
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """Bytes, channels last, to what the network computes with."""
+        """Makes of bytes, channels last, what the net computes with: normalised floats, channels first."""
         if not self._scale.numel() or self._scale.device != images.device:
             mean, std = torch.tensor([self._mean, self._std], device=images.device).view(2, 3, 1, 1)
             self._scale, self._shift = 1 / (255 * std), -mean / std
         floats = images.permute(0, 3, 1, 2).float().mul_(self._scale).add_(self._shift).contiguous()
-        # Lightning has asked the precision plugin before the transfer, when there was nothing to convert.
+        # Lightning lets the precision plugin convert batches before the transfer, when these were bytes still.
         return self.trainer.precision_plugin.convert_input(floats) if self.trainer else floats
 
     def _partition(self) -> Partition:
@@ -257,7 +266,7 @@ class ShardDataModule(LightningDataModule):
         name, transform = self.splits[stage], self._transforms[stage]
         if isinstance(transform, ImageTransform):
             transform = replace(transform, num_classes=self.num_classes)
-        # Training needs batches of one size; in evaluation a sample that counts twice would change the result.
+        # Training needs batches of one size. In evaluation a sample that counts twice would change the result.
         skip: OnError = "repeat" if stage == "train" else "omit"
         dataset = ShardDataset(
             self.index.split(name, self.path),

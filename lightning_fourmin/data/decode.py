@@ -1,4 +1,4 @@
-"""Images out of bytes: JPEG decoded no larger than needed, everything else by Pillow; resized by torch."""
+"""Makes pixels of encoded images: simplejpeg decodes JPEG, Pillow everything else, and torch resizes."""
 
 import io
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ Pixels = NDArray[np.uint8]
 
 IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 """Extensions of files that hold images."""
-# Pillow knows formats that run programs, such as EPS.
+# No others, as Pillow knows formats that run programs, such as EPS.
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 89_478_485
-"""Larger images are refused, as a small file can claim to have any size; Pillow has the same limit."""
+"""Larger images are refused, since a small file can claim to have any size. Pillow has the same limit."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image of which only the header is read."""
+    """An encoded image, of which only the header was read."""
 
     data: bytes
     width: int
@@ -36,7 +36,7 @@ class Encoded:
 
     @classmethod
     def of(cls, data: bytes) -> "Encoded":
-        """ValueError if the image is damaged or too large."""
+        """Reads the header. Raises `ValueError` if the image is damaged or too large."""
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
             is_fast = colours not in ("CMYK", "YCCK")
@@ -47,10 +47,10 @@ class Encoded:
         return cls(data, width, height, is_fast)
 
     def pixels(self, min_width: int = 0, min_height: int = 0) -> Pixels:
-        """The image; ValueError if it is damaged.
+        """Decodes the image. Raises `ValueError` if it is damaged.
 
-        With a minimum, a JPEG comes fast, and at half its size or less if that is still as large. Fractions above a
-        half would save work later but cost more here.
+        With a minimum a JPEG is decoded with faster, less exact methods, and at half its size or a smaller fraction if
+        that is still at least the minimum. Fractions above a half would save work later but cost more here.
         """
         if self.is_fast:
             fast = min_width > 0
@@ -59,7 +59,7 @@ class Encoded:
                     self.data, "RGB", fast, fast, min_width=min_width, min_height=min_height, min_factor=2
                 )
             except ValueError:
-                # A slight fault: Pillow has the last word.
+                # Pillow can read images with slight faults.
                 pass
         image = _opened(self.data)
         with _damage_as_value_error():
@@ -72,8 +72,8 @@ def _opened(data: bytes) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Pixels:
-    """Converted by Pillow, but for grey of more than 8 bits, which Pillow clips to white instead of scaling it."""
-    # Of PPM, Pillow has scaled all such grey to 16 bits.
+    """Converts an image with Pillow; grey of more than 8 bits by hand, because Pillow would clip it to white."""
+    # In PPM files Pillow has scaled all grey of more than 8 bits to 16.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         is_12_bit = isinstance(image, TiffImageFile) and image.tag_v2.get(BITSPERSAMPLE) == (12,)
         white = 4095 if is_12_bit else 65535
@@ -81,7 +81,7 @@ def _rgb(image: Image.Image) -> Pixels:
         return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode in ("I", "F"):
         raise ValueError("it is 32-bit or signed grey, whose white is not known: convert it to 8 bit first")
-    # A copy, because torch minds arrays that cannot be written to.
+    # A copy, because torch warns of arrays that cannot be written to.
     return np.array(image.convert("RGB"))
 
 
@@ -91,10 +91,10 @@ def _check_size(width: int, height: int) -> None:
 
 
 def resized(pixels: Pixels, width: int, height: int, *, flip: bool = False) -> Pixels:
-    """The image at another size, smoothed as Pillow does it, and mirrored if asked for."""
-    # A line of pixels becomes a large image if its short side is made longer.
+    """The image at another size, smoothed as Pillow does it, and mirrored with `flip`."""
+    # A single row of pixels becomes a large image when its short side is made longer.
     _check_size(width, height)
-    # Channels last without gaps: only so does the result come channels last, too, and needs no transposing.
+    # Channels last without gaps: only then does the result come channels last as well and need no transposing.
     batch = torch.from_numpy(np.ascontiguousarray(pixels)).unsqueeze(0).permute(0, 3, 1, 2)
     if pixels.shape[:2] != (height, width):
         batch = interpolate(batch, (height, width), mode="bilinear", antialias=True)

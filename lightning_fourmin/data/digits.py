@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from lightning_fourmin.data.index import ImageSizes, Index, Split
-from lightning_fourmin.data.pack.write_shard import write_shard
+from lightning_fourmin.data.tar import write_shard
 from lightning_fourmin.errors import ShardError
 from lightning_fourmin.files import cache_folder
 
@@ -17,15 +17,17 @@ DIGITS = "digits"
 """The path that stands for this data."""
 NUM_TRAIN = 1437
 SHARD_SIZE = 240
+"""Samples in a shard."""
 NUM_SIDE = 8
+"""Pixels of each side of an image."""
 
 
 def digits_folder() -> Path:
-    """Where the shards lie; writes them if they are not there."""
+    """The folder of the shards. Writes them if they are not there."""
     folder = cache_folder() / DIGITS
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Complete before it gets its name: another process may be looking.
+        # The folder gets its name when it is complete, because other ranks look for it at the same time.
         partial = Path(tempfile.mkdtemp(prefix=f".{DIGITS}-", dir=folder.parent))
         try:
             _write(partial)

@@ -1,4 +1,4 @@
-"""The index of a folder of shards: how many samples and bytes each has, its checksum, the classes."""
+"""The index of a folder of shards, `index.json`: its splits, the size and checksum of each shard, and the classes."""
 
 import hashlib
 import json
@@ -14,8 +14,9 @@ from lightning_fourmin.files import write_whole
 
 INDEX_NAME = "index.json"
 FORMAT = 1
+"""The version of the file format."""
 MAX_BLOCKS = 1 << 40
-"""Blocks of a shard; their sums stay within 64 bits."""
+"""The largest number of blocks in a shard. With it, sums over shards stay within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Shard:
     """One tar file."""
 
     name: str
-    """Relative to the index, or a URL of its own."""
+    """Path relative to the index, or a URL."""
     num_samples: int
     num_bytes: int
     sha256: str
@@ -31,7 +32,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Width and height in pixels, each over all images."""
+    """Widths and heights of images in pixels: the smallest, mean and largest of each."""
 
     num_images: int
     smallest: tuple[int, int]
@@ -40,11 +41,12 @@ class ImageSizes:
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, int]]) -> "ImageSizes | None":
-        """None if there are no images."""
+        """The summary of the sizes of images; None if there are none."""
         return cls.merged([cls(1, size, size, size) for size in sizes])
 
     @classmethod
     def merged(cls, parts: Iterable["ImageSizes | None"]) -> "ImageSizes | None":
+        """The summary of all images of several summaries; None if there are none."""
         there = [part for part in parts if part is not None]
         if not there:
             return None
@@ -67,15 +69,17 @@ class Split:
 
     @property
     def num_samples(self) -> int:
+        """The number of samples in all shards."""
         return sum(shard.num_samples for shard in self.shards)
 
     @property
     def num_bytes(self) -> int:
+        """The number of bytes of all shards."""
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """Differs if a sample or the order of the shards does."""
+        """A text that differs if any sample or the order of the shards does. Checkpoints keep it."""
         content = [(shard.num_samples, shard.sha256) for shard in self.shards]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -89,16 +93,18 @@ class Index:
     splits: dict[str, Split]
 
     def with_split(self, name: str, split: Split, classes: tuple[str, ...]) -> "Index":
+        """The index with one more split, or another one of that name."""
         return replace(self, classes=classes, splits=self.splits | {name: split})
 
     def split(self, name: str, path: str) -> Split:
+        """The split of a name; `path` says in the error which index has none."""
         if name not in self.splits:
             known = ", ".join(sorted(self.splits)) or "none"
             raise ShardError(f"{path} has no split {name!r} (it has {known}): choose one of these, or pack it")
         return self.splits[name]
 
     def write(self, folder: Path) -> None:
-        """Publishes the index, complete or not at all."""
+        """Writes the index, which appears complete or not at all."""
         splits = {
             name: {"num_samples": split.num_samples, "num_bytes": split.num_bytes, **asdict(split)}
             for name, split in sorted(self.splits.items())
@@ -108,7 +114,10 @@ class Index:
 
 
 def read_index(path: str, *, pipes: bool = False) -> Index:
-    """The index of a folder or of a URL under which the shards lie; none of them a `pipe:`, unless that is allowed."""
+    """Reads the index in a folder or under a URL. With `pipes` its shards may be `pipe:` URLs, which run commands.
+
+    Raises `ShardError` if there is no index, it is damaged, or it has such URLs and may not.
+    """
     location = joined_location(path, INDEX_NAME)
     if not pipes:
         refuse_pipes([location])
@@ -147,13 +156,14 @@ def _parse_shard(content: dict[str, Any]) -> Shard:
     for value, kind in ((shard.name, str), (shard.num_samples, int), (shard.num_bytes, int), (shard.sha256, str)):
         if type(value) is not kind:
             raise TypeError(f"{value!r} is not {kind.__name__}")
-    # A sample has at least a header.
+    # A sample has at least the header of one file, which is a block.
     if not 0 <= shard.num_samples <= shard.num_bytes // BLOCKSIZE < MAX_BLOCKS:
         raise ValueError(f"{shard.name} cannot have {shard.num_samples} samples in {shard.num_bytes} bytes")
     return shard
 
 
 def parse_sizes(content: dict[str, Any] | None) -> ImageSizes | None:
+    """The image sizes in an index or a journal of `fourmin pack`, as JSON has them."""
     if content is None:
         return None
     lists = {name: tuple(size) for name, size in content.items() if name != "num_images"}

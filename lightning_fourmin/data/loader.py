@@ -46,6 +46,16 @@ class ShardLoader(ABC):
         prefetch_factor: int,
         pin_memory: bool,
     ) -> None:
+        """Starts no worker yet.
+
+        Args:
+            dataset: what loads the batches.
+            partition: the ranks, workers and batch size of this run.
+            rank: the rank whose batches these are.
+            num_workers: number of worker processes; 0: the main process loads, and the partition has one worker.
+            prefetch_factor: number of batches that each worker prepares ahead.
+            pin_memory: whether batches are put into pinned memory, for faster copies to a GPU.
+        """
         self._dataset = dataset
         self._partition = partition
         self._rank = rank
@@ -155,7 +165,7 @@ class EvalLoader(ShardLoader):
             is_empty = False
             yield batch
         if is_empty:
-            # The other ranks would wait for ever for the metrics of this one.
+            # Without an error the other ranks would hang, waiting for the metrics of this one.
             raise ShardError(f"{self._last_fault} (and no other sample that rank {self._rank} evaluates is good)")
 
 
@@ -195,15 +205,15 @@ class TrainLoader(ShardLoader):
         """Raises `ShardError` if the split does not fill one step.
 
         Args:
-            dataset: what loads the batches; see `ShardLoader` for the arguments that are not listed here.
-            partition: the ranks, workers and batch size of this run.
-            rank: the rank whose batches these are.
+            dataset: see `ShardLoader`.
+            partition: see `ShardLoader`.
+            rank: see `ShardLoader`.
             remainder: what becomes of samples that fill no step.
             num_accumulated: batches in a step.
             epoch: the first epoch.
             max_batches: where a Trainer has the loader made, the number of batches after which it ends an epoch.
             is_at_end: whether Lightning has resumed in an epoch of which it had seen all batches.
-            **kwargs: for `ShardLoader`.
+            **kwargs: the other arguments of `ShardLoader`.
         """
         super().__init__(dataset, partition, rank, **kwargs)
         num_samples = dataset.split.num_samples

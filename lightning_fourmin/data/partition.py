@@ -101,7 +101,7 @@ class Partition:
     def evaluation(self, num_samples: int, rank: int) -> RankShare:
         """A rank's share of all samples, each of which one rank reads once.
 
-        Every rank has the same number of batches, because a collective after each batch would otherwise wait for ever.
+        Every rank has the same number of batches, because a collective after each batch would hang otherwise.
         To that end the batches of a rank differ in size by at most one sample. Batches of one sample cannot be evened
         out: with batch_size=1 some ranks may have one batch less.
         """

@@ -1,4 +1,4 @@
-"""A sample as it lies in a shard: bytes by field, and readers of the usual fields that say where damage is."""
+"""`Sample`: the files of one sample as bytes, with readers for the usual kinds of fields."""
 
 import io
 import json
@@ -24,15 +24,20 @@ class Member:
 
 @dataclass(frozen=True)
 class Sample:
-    """The files of a shard that share a key, by their extension in lower case."""
+    """The files of a shard that share a key: what a transform is called with.
+
+    `sample["jpg"]` is the bytes of the file with that extension, in lower case. The readers raise a `ShardError` that
+    names shard, member and offset, if the field is missing or damaged.
+    """
 
     shard: str
     """Name of the tar file."""
     key: str
-    """What the names of its files begin with, up to the first dot."""
+    """What the names of its files have in common: the part before the first dot."""
     number: int
-    """Samples before it in its split: its identity."""
+    """The number of samples before it in its split, which identifies it."""
     members: dict[str, Member]
+    """The files by their extension."""
 
     def __contains__(self, field: str) -> bool:
         return field in self.members
@@ -59,7 +64,7 @@ class Sample:
         )
 
     def label(self, num_classes: int) -> int:
-        """The integer in field cls, which must be a class if their number is known (not 0)."""
+        """The integer in field cls, which must be below `num_classes`, unless that is 0."""
         label = self.integer()
         if num_classes and not 0 <= label < num_classes:
             raise self.fault("cls", f"has class {label}, but the index has classes 0 to {num_classes - 1}")
@@ -72,7 +77,7 @@ class Sample:
 
     @property
     def place(self) -> str:
-        """Where the sample lies."""
+        """Where the sample lies, for messages."""
         return f"{self.shard}: sample {self.key} at offset {next(iter(self.members.values())).offset}"
 
     def _member(self, field: str) -> Member:

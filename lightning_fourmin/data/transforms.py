@@ -1,4 +1,7 @@
-"""What becomes of an image sample: random crops and flips for training, the centre for evaluation."""
+"""Transforms of image samples: random crops and flips for training, the centre for evaluation.
+
+They run in the worker processes of a loader, which get copies of them.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,18 +15,23 @@ from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded, Pixels, resized
 from lightning_fourmin.data.sample import Sample
 
 NUM_TRIES = 10
+"""How often a random part is drawn that may not fit into the image."""
 
 
 @dataclass(frozen=True)
 class ImageTransform(ABC):
-    """Makes (pixels, label) of a sample with an image and a class; the data module normalises them on the device."""
+    """Makes (pixels, label) of a sample with an image and a class.
+
+    The pixels are bytes, channels last; the data module normalises them on the device.
+    """
 
     size: int = 224
     """Width and height of the result in pixels."""
     num_classes: int = 0
-    """Labels must be below it; 0: not checked. The data module sets it from the index."""
+    """Labels must be below it, unless it is 0. The data module sets it from the index."""
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> tuple[Pixels, int]:
+        """The pixels and the label. Raises `ShardError` if either is missing or damaged."""
         field = next((field for field in IMAGE_FIELDS if field in sample), IMAGE_FIELDS[0])
         data = sample[field]
         label = sample.label(self.num_classes)
@@ -34,7 +42,7 @@ class ImageTransform(ABC):
 
     @abstractmethod
     def pixels(self, image: Encoded, rng: np.random.Generator) -> Pixels:
-        """size x size pixels; ValueError if the image is damaged."""
+        """Makes size x size pixels of the image. Raises `ValueError` if it is damaged."""
 
 
 class Box(NamedTuple):
@@ -49,7 +57,10 @@ class Box(NamedTuple):
 def random_box(
     width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
 ) -> Box:
-    """A part of the image with a random share of its area and a random shape."""
+    """A part of the image with a random area and a random shape.
+
+    `scale` bounds its share of the area of the image, `ratio` its width by height.
+    """
     for _ in range(NUM_TRIES):
         area = width * height * (scale[0] + rng.random() * (scale[1] - scale[0]))
         shape = ratio[0] * (ratio[1] / ratio[0]) ** rng.random()
@@ -57,7 +68,7 @@ def random_box(
         if 0 < box_width <= width and 0 < box_height <= height:
             left, top = int(rng.random() * (width - box_width + 1)), int(rng.random() * (height - box_height + 1))
             return Box(left, top, box_width, box_height)
-    # The image is too long for the shapes asked for: the largest such part of its middle.
+    # No part fitted, as the image is too long for the shapes. Take the largest part of its middle that has one of them.
     box_width = min(width, max(1, round(height * ratio[1])))
     box_height = min(height, max(1, round(width / ratio[0])))
     return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
@@ -91,10 +102,10 @@ class TrainImage(ImageTransform):
 
 @dataclass(frozen=True)
 class EvalImage(ImageTransform):
-    """The middle of the image, its short side resized first."""
+    """The middle of the image, after its short side was resized."""
 
     resize: int = 256
-    """Pixels of the short side, of which `size` are kept."""
+    """Pixels of the short side after resizing, of which the middle `size` are kept."""
 
     def __post_init__(self) -> None:
         if self.resize < self.size:

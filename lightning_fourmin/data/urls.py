@@ -9,7 +9,7 @@ from lightning_fourmin.errors import ShardError
 
 
 def is_url(location: str) -> bool:
-    """True for http://, https://, gs://, pipe: and the like."""
+    """Whether a location is a URL, such as http://, https://, gs:// or pipe:, rather than a path."""
     return re.match(r"[a-z][a-z0-9+.-]*://|pipe:", location) is not None
 
 
@@ -21,18 +21,18 @@ def joined_location(folder: str, name: str) -> str:
 
 
 def refuse_pipes(locations: Iterable[str]) -> None:
-    """Errors for locations that are commands."""
+    """Raises `ShardError` if a location is a `pipe:` URL, which is a shell command."""
     for location in locations:
         if location.startswith("pipe:"):
             raise ShardError(f"{location!r} would run a command: set pipes=true if you trust who wrote it")
 
 
 def open_source(location: str) -> IO[bytes]:
-    """A stream of the bytes; only that of a local file can seek. OSError if there is none."""
+    """Opens a location for reading; only the stream of a local file can seek. Raises `OSError` if that fails."""
     try:
         if not is_url(location):
             return open(location, "rb")
-        # Takes a while to import and is needed for URLs only.
+        # It takes a while to import, and only URLs need it.
         from webdataset.gopen import gopen
 
         return cast(IO[bytes], gopen(location, "rb"))

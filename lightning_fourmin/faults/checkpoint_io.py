@@ -1,4 +1,8 @@
-"""Checkpoint files that are whole or not there: written beside the target, synced, renamed; checked when they load."""
+"""Checkpoint files that are whole or not there, and what a strategy says on all ranks when one fails.
+
+save    the content is made in memory, written beside the target, synced, and renamed to the target
+load    checksums are read first; then the content is loaded without running code from it
+"""
 
 import fcntl
 import io
@@ -22,8 +26,7 @@ from lightning_fourmin._lightning import WrappingCheckpointIO
 from lightning_fourmin.errors import CheckpointError
 
 PART = ".fourmin-part"
-_OLD_FORMAT = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-"""How files begin that torch saved before 1.6."""
+"""The end of the name of a file that is being written."""
 
 
 class ObjectsError(CheckpointError):
@@ -31,11 +34,11 @@ class ObjectsError(CheckpointError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Saves so that a kill, a full disk or a power cut leaves the checkpoints before it as they were.
+    """Saves so that a kill, a full disk or a power cut leaves the checkpoints that are there as they were.
 
-    Lightning's own stages the file in the system's temporary directory: on another disk than the target the last step
-    is a copy, which can stop half way. Addresses such as s3:// are left to Lightning; object stores publish whole
-    objects.
+    Lightning's own TorchCheckpointIO stages the file in the system's temporary directory. Where that is on another disk
+    than the target, the last step is a copy, which can stop half way. Addresses such as s3:// are left to Lightning,
+    since object stores publish whole objects. A local file is read twice, once for its checksums and once to load it.
     """
 
     @override
@@ -61,16 +64,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads without running code from the file unless `weights_only=False`, also where Lightning would (http)."""
+        """Loads without running code from the file, also where Lightning would (http), unless `weights_only=False`."""
         refusal = CheckpointError(
             f"{path} is not a whole checkpoint: cut short, damaged, or another kind of file; resume from another"
         )
         if _is_local(path) and not _is_whole(_local(path)):
-            if _is_of_old_format(_local(path)):
-                raise CheckpointError(
-                    f"{path} is in torch's format of before 1.6, which has no checksums: load it with torch.load, save "
-                    "it to a new file with torch.save and resume from that"
-                )
             raise refusal
         try:
             return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
@@ -84,7 +82,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from None
 
 
-def whole_files(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
+def default_to_atomic(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
     """What a strategy saves with: `AtomicCheckpointIO`, unless a plugin of the user's saves in another way."""
     if checkpoint_io is None:
         return AtomicCheckpointIO()
@@ -94,8 +92,8 @@ def whole_files(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
 
 
 @contextmanager
-def all_ranks_hear(broadcast: Callable[[str | None], str | None]) -> Iterator[None]:
-    """A save by rank 0 that fails ends all ranks with its reason, where the others would wait for rank 0.
+def share_failure(broadcast: Callable[[str | None], str | None]) -> Iterator[None]:
+    """Ends all ranks with the reason of rank 0 where its save fails; otherwise they would wait for rank 0.
 
     `broadcast` gives the value of rank 0 to all ranks.
     """
@@ -112,8 +110,8 @@ def all_ranks_hear(broadcast: Callable[[str | None], str | None]) -> Iterator[No
 
 
 @contextmanager
-def naming_other_models(path: str | Path | None) -> Iterator[None]:
-    """Where the state dict that is loaded does not fit the module, the error names the file and what differs."""
+def explain_mismatch(path: str | Path | None) -> Iterator[None]:
+    """Names the file at `path` and what differs in the error of a state dict that does not fit the module."""
     try:
         yield
     except RuntimeError as error:
@@ -123,23 +121,23 @@ def naming_other_models(path: str | Path | None) -> Iterator[None]:
 
 
 def check_checkpoint(path: Path) -> None:
-    """CheckpointError unless a Trainer can go on from the file; reads every byte of it, but keeps none."""
+    """Raises CheckpointError unless a Trainer can resume from the file; reads every byte of it and keeps none."""
 
     def without_values(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         return torch.UntypedStorage(storage.nbytes(), device="meta")
 
-    with suppress(ObjectsError):  # it is whole; whether it may be loaded is said when it is
+    with suppress(ObjectsError):  # the file is whole; whether it may be loaded is said when it is loaded
         refuse_foreign(AtomicCheckpointIO().load_checkpoint(path, without_values), path)
 
 
 def refuse_foreign(checkpoint: Any, path: str | Path) -> None:
-    """CheckpointError for a file with content that no Trainer has saved."""
+    """Raises CheckpointError for content that no Trainer has saved."""
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} was not saved by a Trainer: it has no state_dict; resume from another")
 
 
 def _is_local(path: str | Path) -> bool:
-    """Whether the path is none of an address such as s3://."""
+    """Whether the path is a path, and no address such as s3://."""
     return bool(get_protocol(str(path)) == "file")
 
 
@@ -156,15 +154,9 @@ def _is_whole(path: Path) -> bool:
             # Without checksums, which is an option of torch, the archive's directory at the end of the file must do.
             return not torch.serialization.get_crc32_options() or archive.testzip() is None
     except PermissionError:
-        raise  # nothing is known about it
+        raise  # nothing is known about the file
     except (zipfile.BadZipFile, EOFError, OSError):
         return False
-
-
-def _is_of_old_format(path: Path) -> bool:
-    with suppress(OSError), path.open("rb") as file:
-        return file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
-    return False
 
 
 def _publish(content: memoryview, path: Path) -> None:
@@ -173,7 +165,7 @@ def _publish(content: memoryview, path: Path) -> None:
     partial = _partial(path)
     try:
         with partial.open("wb", buffering=0) as file:
-            with suppress(OSError):  # some network file systems have no locks; there leftovers stay
+            with suppress(OSError):  # some network file systems have no locks; leftovers stay there
                 fcntl.flock(file, fcntl.LOCK_EX)
             while content:
                 content = content[file.write(content) :]
@@ -183,7 +175,7 @@ def _publish(content: memoryview, path: Path) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
-    # The new name itself is on disk once the directory is.
+    # The new name is on disk once the directory is.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -192,14 +184,14 @@ def _publish(content: memoryview, path: Path) -> None:
 
 
 def _partial(path: Path) -> Path:
-    """Beside the file; of a name that leaves no room for more, the end is cut off."""
+    """A path beside the file; the end of a name that leaves no room for more is cut off."""
     end = f".{os.getpid()}{PART}"
     room_bytes = os.pathconf(path.parent, "PC_NAME_MAX") - len(f".{end}")
     return path.with_name(f".{os.fsencode(path.name)[:room_bytes].decode(errors='ignore')}{end}")
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what a killed process was writing; what a living one writes is locked."""
+    """Removes what killed processes were writing; files that living processes write are locked."""
     for leftover in folder.glob(f".*{PART}"):
         with suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -39,10 +40,10 @@ from lightning_fourmin.text import rank_list
 log = logging.getLogger(__name__)
 
 V = TypeVar("V")
-LISTEN_S, LISTENERS_A_S = 0.25, 1000
-"""How often the helper thread looks for an alarm; with many ranks less often, so that all of them together ask the
-store,
-which lives in the process of rank 0, this many questions a second at the most."""
+LISTEN_S = 0.25
+"""How often the helper thread looks for an alarm; less often where the ranks are many."""
+MAX_QUESTIONS_A_S = 1000
+"""How often all ranks together look for an alarm at the most: the store lives in the process of rank 0."""
 LOOK_S = 1.0
 """How often it looks at the waits of its rank; four times within the limit of the warnings where that is shorter."""
 UNCHANGED_FOR = 4
@@ -94,9 +95,9 @@ class MissingRanks:
 
     Threads: the helper thread looks at the waits, warns, posts, and answers alarms. The main thread calls `explain`,
     and a thread of the engine calls `explain_wait` when its wait has ended with an error. All of them reach the store
-    through `_Board`, which bounds every question: a store whose host is stopped holds up nobody. The helper thread is a
-    daemon, and it is closed at the exit of the interpreter as well, since a run may end without a teardown: a thread
-    that comes back from C++ while the interpreter goes down aborts the process.
+    through `_Board`, whose thread does nothing but ask it: a store whose host is stopped holds up nobody else. Both
+    threads are daemons, and they are closed at the exit of the interpreter as well, since a run may end without a
+    teardown: a thread that comes back from C++ while the interpreter goes down aborts the process.
 
     Args:
         stall_warning_s: seconds; a wait that takes longer is warned of once, with the ranks that have not arrived.
@@ -107,7 +108,7 @@ class MissingRanks:
         self._limit_s = stall_warning_s
         self._look_s = LOOK_S if stall_warning_s is None else min(LOOK_S, stall_warning_s / 4)
         self._board = _Board()
-        self._listen_s = max(LISTEN_S, self._board.num_ranks / LISTENERS_A_S)
+        self._listen_s = max(LISTEN_S, self._board.num_ranks / MAX_QUESTIONS_A_S)
         self._waiter: Waiter | None = None
         self._verdict: str | None = None
         """What was found out, set by whichever thread is the first to know."""
@@ -135,11 +136,12 @@ class MissingRanks:
             self._waiter = None
 
     def close(self) -> None:
-        """Ends the helper thread; it is left behind where it waits for a store that does not answer."""
+        """Ends the threads; they are left behind where they wait for a store that does not answer."""
         atexit.unregister(self.close)
         self._leaving.set()
         self._stop.set()
         self._thread.join(timeout=1.0)
+        self._board.close()
 
     def explain_wait(self, wait: Wait) -> str | None:
         """Who had not arrived, for a wait that ends with an error; None if it was too short for others to post."""
@@ -213,10 +215,10 @@ class MissingRanks:
 
     def _look_at_waits(self, now_s: float) -> None:
         """Posts the first wait that is long, and warns of those that are too long."""
-        waiter = self._waiter
-        if waiter is None or self._limit_s is None:
+        if self._limit_s is None:
             return
-        waits = waiter.waits()
+        waiter = self._waiter
+        waits = [] if waiter is None else waiter.waits()
         self._post(next((wait.what for wait in waits if now_s - wait.since_s > self._look_s), ""))
         present = {wait[:2] for wait in waits}
         self._warned &= present
@@ -302,25 +304,36 @@ class _Board:
     """What each rank says, in the store of the process group.
 
     A client whose server is stopped waits without end: torch bounds none of its requests, and the one that it does
-    bound, `wait`, writes to stderr whenever its time is up. So each question is asked in a short-lived thread. One that
-    is not answered is left behind, and until it is answered after all nothing else is asked.
+    bound, `wait`, writes to stderr whenever its time is up. So a thread of the board puts all questions to the store,
+    and whoever has one waits for the answer for `STORE_ANSWER_S`. After a question without an answer no other is put
+    until it is answered after all. The thread lives as long as the board: a thread for each question would begin and
+    end all the time, and loader workers are forked; a fork at the moment when another thread begins or ends can leave
+    the child with a lock that nobody releases.
     """
 
     def __init__(self) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         # A name of its own: ranks that did not fail together have made different numbers of boards before this one.
         name = [uuid.uuid4().hex]
-        self._store: dist.Store
         if self.rank == 0:
             # The empty board is there before anybody knows its name, so that no question waits for a key.
-            self._store = own_store(f"missing_ranks/{name[0]}")
+            store = _own_store(name[0])
             fields = [f"{rank}/{column}" for rank in range(self.num_ranks) for column in _COLUMNS]
             for key in (*fields, "alarm", "verdict"):
-                self._store.set(key, "")
+                store.set(key, "")
         dist.broadcast_object_list(name, src=0)
-        if self.rank != 0:
-            self._store = own_store(f"missing_ranks/{name[0]}")
-        self._unanswered: threading.Thread | None = None
+        self._store = store if self.rank == 0 else _own_store(name[0])
+        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._unanswered: threading.Event | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._ask_store, name="fourmin-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, or leaves it behind where the store does not answer; further questions have no answer."""
+        self._is_closed = True
+        self._questions.put(None)
+        self._thread.join(timeout=1.0)
 
     def post(self, column: str, text: str) -> None:
         """Fills in a field of this rank."""
@@ -346,36 +359,36 @@ class _Board:
         return self._ask(lambda: self._store.compare_set("verdict", "", verdict)).decode()
 
     def _ask(self, question: Callable[[], V]) -> V:
+        if self._is_closed or (self._unanswered is not None and not self._unanswered.is_set()):
+            raise _SilentStoreError
         answers: list[V] = []
-        errors: list[dist.DistError] = []
+        errors: list[Exception] = []
+        is_answered = threading.Event()
 
         def ask() -> None:
             try:
                 answers.append(question())
-            except dist.DistError as error:
+            except Exception as error:
                 errors.append(error)
+            finally:
+                is_answered.set()
 
-        if self._unanswered is not None and self._unanswered.is_alive():
+        self._questions.put(ask)
+        if not is_answered.wait(STORE_ANSWER_S):
+            self._unanswered = is_answered
             raise _SilentStoreError
-        thread = threading.Thread(target=ask, name="fourmin-store-question", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter exits, and starts no more threads
-            raise _SilentStoreError from None
-        thread.join(STORE_ANSWER_S)
         if errors:
             raise errors[0]
-        if not answers:
-            self._unanswered = thread
-            raise _SilentStoreError
         return answers[0]
 
+    def _ask_store(self) -> None:
+        """The life of the board's thread."""
+        while (ask := self._questions.get()) is not None:
+            ask()
 
-def own_store(purpose: str) -> dist.Store:
-    """The store of the process group under keys of its own, by a connection of its own.
 
-    A connection that waits holds up nobody else's. Keys that are not there are waited for up to `STORE_ANSWER_S`.
-    """
+def _own_store(name: str) -> dist.Store:
+    """The store of the process group under keys of its own, by a connection that holds up nobody else's."""
     store = get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=STORE_ANSWER_S))
-    return dist.PrefixStore(f"fourmin/{purpose}", store)
+    return dist.PrefixStore(f"fourmin/missing_ranks/{name}", store)

@@ -4,11 +4,11 @@ torchrun keeps one store for all attempts. In it a new attempt would meet the ad
 the number of restarts cannot tell attempts apart: agents of different nodes count differently. So rank 0 draws a name
 for the attempt and tells it to the ranks that call now:
 
-    rank 1   call/1 = 8f3a                                     what earlier attempts have left gets an answer, too,
-    rank 0            answer/8f3a = attempt 51d0               but nobody reads it
-    rank 1                               51d0/1 = here
+    rank 1   call/1 = 8f3a                                     calls that earlier attempts have left get an answer,
+    rank 0            answer/8f3a = 51d0                       too, but nobody reads it
+    rank 1                               51d0/1 = ""
 
-All ranks then use keys that begin with that name.
+All ranks then use keys that begin with the name, 51d0.
 """
 
 import os
@@ -26,7 +26,7 @@ POLL_S = 0.01
 
 
 def shares_agents_store() -> bool:
-    """Whether torchrun has started this process and keeps the store itself."""
+    """Whether torchrun has started this process and keeps the store itself, for all attempts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -38,7 +38,7 @@ def join_group_of_attempt(environment: ClusterEnvironment, backend: str, timeout
 
 
 def store_of_attempt(address: str, port: int, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    """The agent's store with keys that no other attempt uses; waits until all ranks have called."""
+    """The agent's store under keys that no other attempt uses; a call waits for those of all ranks."""
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     meeting = dist.PrefixStore("fourmin/attempts", store)
     name = _tell(meeting, num_ranks, timeout) if rank == 0 else _ask(meeting, rank)

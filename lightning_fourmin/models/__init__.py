@@ -1,4 +1,4 @@
-"""The nets of the paper and their small relatives, by name."""
+"""The nets of the paper and small nets like them, by name."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -16,10 +16,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": resnet50,
     "resnet_small": resnet_small,
 }
+"""The functions that make the nets. Each takes the number of classes first."""
 
 
 def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
-    """The net of a name; `options` are the arguments of its function in `MODELS`."""
+    """Makes the net of a name; `options` are further arguments of its function in `MODELS`."""
     if name not in MODELS:
         near = get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {near[0]!r}? The others are " if near else "choose one of "

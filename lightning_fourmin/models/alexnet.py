@@ -1,4 +1,4 @@
-"""AlexNet with batch norm after the ReLU, and after pool5 the one more that the paper adds (its section 3.1).
+"""AlexNet with batch norm after its convolutions, the last of which, bn5, the paper adds (its section 3.1).
 
     conv1 - relu - pool - bn    conv2 - relu - pool - bn    conv3 - relu - bn    conv4 - relu - bn
     conv5 - relu - pool - [bn5] - fc6 - relu - dropout - fc7 - relu - dropout - fc8
@@ -15,15 +15,18 @@ from typing_extensions import override
 
 @dataclass(frozen=True)
 class _Shape:
+    """What the large and the small net differ in."""
+
     widths: tuple[int, int, int, int, int]
     first_kernel: int
     first_stride: int
     first_padding: int
     pool_padding: int
     hidden: int
-    """Features of fc6 and fc7."""
+    """Number of features of fc6 and fc7."""
 
     def side_after_pool5(self, image_size: int) -> int:
+        """Width and height of what fc6 gets, in pixels."""
         side = (image_size + 2 * self.first_padding - self.first_kernel) // self.first_stride + 1
         for _ in range(3):
             side = (side + 2 * self.pool_padding - 3) // 2 + 1
@@ -35,7 +38,7 @@ _SMALL = _Shape((32, 64, 96, 96, 64), first_kernel=5, first_stride=1, first_padd
 
 
 class AlexNetBN(nn.Sequential):
-    """The layers in order, named as in the paper, so that parameters are `conv1.weight` ... `fc8.bias`."""
+    """AlexNet with batch norm. The layers have the names of the paper: `conv1.weight` is its first parameter."""
 
     def __init__(self, num_classes: int, shape: _Shape, image_size: int, bn5: bool, dropout: float) -> None:
         side = shape.side_after_pool5(image_size)
@@ -92,10 +95,10 @@ def alexnet_bn(num_classes: int = 1000, *, image_size: int = 227, bn5: bool = Tr
     """The paper's AlexNet, without groups: 26 tensors, 62,381,096 parameters at 1000 classes.
 
     Args:
-        num_classes: outputs.
-        image_size: pixels, 67 at least; the weights of fc6 depend on it.
-        bn5: the batch norm after pool5.
-        dropout: after fc6 and fc7.
+        num_classes: number of outputs.
+        image_size: width and height of the images in pixels, at least 67; the weights of fc6 depend on it.
+        bn5: whether there is a batch norm after pool5.
+        dropout: probability of the dropout after fc6 and fc7.
     """
     return AlexNetBN(num_classes, _BIG, image_size, bn5, dropout)
 
@@ -103,12 +106,12 @@ def alexnet_bn(num_classes: int = 1000, *, image_size: int = 227, bn5: bool = Tr
 def alexnet_bn_small(
     num_classes: int = 10, *, image_size: int = 32, bn5: bool = True, dropout: float = 0.5
 ) -> AlexNetBN:
-    """The same layers with a third of the channels, for images of 8 to 64 pixels: 1.0 M parameters at 32.
+    """The same layers with a third of the channels, for images of 8 to 64 pixels: 1.0 M parameters at 32 pixels.
 
     Args:
-        num_classes: outputs.
-        image_size: pixels; the weights of fc6 depend on it.
-        bn5: the batch norm after pool5.
-        dropout: after fc6 and fc7.
+        num_classes: number of outputs.
+        image_size: width and height of the images in pixels; the weights of fc6 depend on it.
+        bn5: whether there is a batch norm after pool5.
+        dropout: probability of the dropout after fc6 and fc7.
     """
     return AlexNetBN(num_classes, _SMALL, image_size, bn5, dropout)

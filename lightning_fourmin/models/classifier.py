@@ -1,4 +1,4 @@
-"""`ImageClassifier`: a net, its loss and metrics, and the large-batch recipe as a LightningModule."""
+"""`ImageClassifier`: a LightningModule of a net, its loss and metrics, and the recipe for large batches."""
 
 import math
 from collections.abc import Callable
@@ -22,29 +22,36 @@ from lightning_fourmin.optim.lars import LARS
 from lightning_fourmin.optim.param_groups import param_groups
 from lightning_fourmin.optim.schedule import GlobalBatch, PolySchedule, RatePlan, Schedule
 
-# MLPerf's recipe for a batch of 4096, scaled to the batch of the run.
+# MLPerf's recipe for a batch of 4096, which the schedule scales to the batch of the run.
 DEFAULT_OPTIMIZER = partial(LARS, lr=10.0)
 DEFAULT_SCHEDULE = PolySchedule(base_batch=4096, warmup_epochs=5)
 STEPS_PER_EPOCH = "steps_per_epoch"
-"""In a checkpoint: what the steps that its scheduler has counted are by epochs."""
+"""Key in a checkpoint: the steps that an epoch had in the run that was saved.
+
+A run that is resumed with another batch has other steps per epoch and converts the scheduler's count of steps with it.
+"""
 
 
 class ImageClassifier(LightningModule):
-    """Classifies images; for any data module or loader whose batches are (images, labels), and any strategy.
+    """Classifies images; works with any data module or loader whose batches are (images, labels), and any strategy.
 
-    Logs `train/loss` and `lr` in training, and `val/loss`, `val/top1`, `val/top5` over all samples of all ranks, each
-    counted once, however unequal the batches (`test/...` likewise).
+    It logs `train/loss` and `lr` in training, `val/loss`, `val/top1` and `val/top5` in validation, and the same as
+    `test/...` in testing. Validation and testing count every sample of all ranks once, however unequal the batches are.
+
+    Lightning calls its hooks in the main thread of each rank, in this order: `configure_optimizers` makes the optimizer
+    with the options that were configured; `on_fit_start` notes them; a checkpoint, if the run is resumed, replaces them
+    by those of the saved run; `on_train_start` applies the noted ones again and plans the rate of every step.
 
     Args:
         model: name of a net in `lightning_fourmin.models.MODELS`, or a net of your own.
-        num_classes: labels are below it.
+        num_classes: number of classes; labels are below it.
         model_options: arguments of the named net, such as `{"bn5": False}`.
         optimizer: makes an optimizer of parameter groups; None: LARS with MLPerf's rate.
-        weight_decay: of weights; biases and norm layers have none, and no trust ratio.
-        decay_all: biases and norm layers are decayed and get trust ratios as weights do, to compare with.
-        schedule: the rate of each step; None: that of MLPerf's recipe, in proportion to the batch.
-        label_smoothing: 0 to 1, in training.
-        channels_last: memory format of the net and its images.
+        weight_decay: decay of weights; biases and norm layers have none, and no trust ratio.
+        decay_all: whether biases and norm layers are decayed and get trust ratios as weights do, for comparisons.
+        schedule: gives the rate of each step; None: that of MLPerf's recipe, in proportion to the batch.
+        label_smoothing: smoothing of the loss in training, at least 0 and below 1.
+        channels_last: whether the net and its images have the memory format channels last.
         compile: whether torch compiles the net.
     """
 
@@ -80,25 +87,25 @@ class ImageClassifier(LightningModule):
         self._optimizer, self._schedule = optimizer or DEFAULT_OPTIMIZER, schedule or DEFAULT_SCHEDULE
         self._weight_decay, self._decay_all = weight_decay, decay_all
         self._label_smoothing, self._compile = label_smoothing, compile
-        self._asked_for: list[dict[str, Any]] = []
-        """Options of each group of the optimizer, before a checkpoint brings its own."""
+        self._configured_options: list[dict[str, Any]] = []
+        """The options of each group of the optimizer as this run has them configured."""
         self._option_names: set[str] = set()
-        """All that the optimizer has."""
+        """The names of all options of the optimizer."""
         self.rate_plan: RatePlan | None = None
-        """Known when training starts, since only then the number of steps is."""
-        self._steps_per_epoch_before: float | None = None
-        """In the run that a checkpoint is of; None: begun afresh."""
-        # Not without those that are not finite: that would be the loss of other samples.
+        """The rate of every step. It is known when training starts, because only then the number of steps is."""
+        self._saved_steps_per_epoch: float | None = None
+        """The steps per epoch of the run that is resumed; None: nothing is resumed, or the rates are planned."""
+        # Keeps a NaN in the mean. To drop it, as is the default, would report the loss of another set of samples.
         self.eval_loss = MeanMetric(nan_strategy=math.nan)
         self.top1, self.top5 = (
-            # With fewer classes top-5 is 1, as the definition has it.
+            # With fewer classes than five, top-5 is 1 by definition.
             MulticlassAccuracy(num_classes, top_k=min(k, num_classes), average="micro", validate_args=False)
             for k in (1, 5)
         )
 
     @override
     def setup(self, stage: str) -> None:
-        # Not the whole module: `self.log` cannot be compiled. Here, since pickling to spawned ranks undoes it.
+        # Only the net, as `self.log` cannot be compiled. And not earlier, as pickling for spawned ranks would undo it.
         if self._compile:
             self.net.compile()
 
@@ -131,7 +138,7 @@ class ImageClassifier(LightningModule):
     def _evaluate(self, stage: str, batch: Any) -> None:
         images, labels = batch
         scores = self(images)
-        # Metric objects add up counts over ranks: batches of unequal size weigh what they hold.
+        # Metric objects add up counts over batches and ranks, so each batch weighs as much as it has samples.
         self.eval_loss.update(cross_entropy(scores, labels), weight=len(labels))
         self.top1.update(scores, labels)
         self.top5.update(scores, labels)
@@ -155,7 +162,7 @@ class ImageClassifier(LightningModule):
     def on_fit_start(self) -> None:
         names = {"initial_lr", "weight_decay", "trust_coefficient", *getattr(self._optimizer, "keywords", {})}
         groups = self.trainer.optimizers[0].param_groups
-        self._asked_for = [{name: group[name] for name in names & group.keys()} for group in groups]
+        self._configured_options = [{name: group[name] for name in names & group.keys()} for group in groups]
         self._option_names = groups[0].keys() - {"params"}
 
     @override
@@ -165,17 +172,17 @@ class ImageClassifier(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._steps_per_epoch_before = checkpoint.get(STEPS_PER_EPOCH)
+        self._saved_steps_per_epoch = checkpoint.get(STEPS_PER_EPOCH)
 
-    def _take_what_was_asked_for(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
-        """A run that goes on has the options of its checkpoint up to here."""
+    def _apply_configured_options(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
+        """Replaces the options of the checkpoint, which a resumed run has up to here, by those of this run."""
         changes = []
         if unknown := self._option_names - optimizer.param_groups[0].keys():
             raise ValueError(
                 f"the checkpoint is of another optimizer, which has no {', '.join(sorted(unknown))}: resume with the "
                 "same optimizer, or train without resume"
             )
-        for group, options in zip(optimizer.param_groups, self._asked_for, strict=False):
+        for group, options in zip(optimizer.param_groups, self._configured_options, strict=False):
             changes += [
                 f"{name.removeprefix('initial_')} {group[name]} -> {value}"
                 for name, value in options.items()
@@ -188,28 +195,29 @@ class ImageClassifier(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """Plans the rates; not earlier: asking Lightning for the number of steps before would lose a resumed epoch."""
+        # Not earlier: asking Lightning for the number of steps before it has restored the loops would make it load the
+        # train loader too early, and lose a resumed epoch.
         optimizer, scheduler = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(scheduler, LambdaLR)
         if self.trainer.ckpt_path is not None:
-            self._take_what_was_asked_for(optimizer, scheduler)
+            self._apply_configured_options(optimizer, scheduler)
         base_lr = optimizer.param_groups[0]["initial_lr"]
         steps_per_epoch, total_steps = self._num_steps()
-        before, self._steps_per_epoch_before = self._steps_per_epoch_before, None
-        if before is not None and math.inf not in (before, steps_per_epoch) and self.trainer.max_steps == -1:
-            # With another batch an epoch has another number of steps, and as many of them lie behind.
-            scheduler.last_epoch = round(scheduler.last_epoch * steps_per_epoch / before)
+        saved, self._saved_steps_per_epoch = self._saved_steps_per_epoch, None
+        if saved is not None and math.inf not in (saved, steps_per_epoch) and self.trainer.max_steps == -1:
+            # `last_epoch` is the scheduler's count of steps. With another batch an epoch has another number of them.
+            scheduler.last_epoch = round(scheduler.last_epoch * steps_per_epoch / saved)
         self.rate_plan = self._schedule.plan(base_lr, self._global_batch(), steps_per_epoch, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self._lr_factor(scheduler.last_epoch)
         rank_zero_info("\n".join(self.rate_plan.in_words()))
 
     def _num_steps(self) -> tuple[float, int]:
-        """Steps of the optimizer an epoch, which may be infinite, and in the run."""
+        """The optimizer's steps in an epoch, which may be infinitely many, and in the run."""
         trainer = self.trainer
         per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
         if per_epoch < math.inf:
-            # An epoch ends with a step, whatever has accumulated by then.
+            # Lightning ends an epoch with a step, however few batches have accumulated by then.
             per_epoch = math.ceil(per_epoch)
         total = math.inf if trainer.max_epochs in (None, -1) else per_epoch * trainer.max_epochs
         if trainer.max_steps != -1:

@@ -1,6 +1,6 @@
-"""ResNets as large batches need them: v1.5, and no weight in a branch's last batch norm at the start.
+"""ResNets as large batches need them: v1.5, with gamma 0 at the start in the last batch norm of each branch.
 
-With gamma 0 there every block begins as the identity, so the first steps at a high rate see a shallow net.
+So every block begins as the identity, and the first steps, whose rate is high, train a shallow net.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ def _conv(before: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 class _Block(nn.Module):
-    """A branch, which ends with a batch norm, beside a connection that skips it."""
+    """A residual block: a branch, which ends with a batch norm, beside a connection that skips it."""
 
     def __init__(self, branch: nn.Sequential, before: int, stride: int) -> None:
         super().__init__()
@@ -27,6 +27,7 @@ class _Block(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
+        """The batch norm at the end of the branch."""
         norm = self.branch[-1]
         assert isinstance(norm, nn.BatchNorm2d)
         return norm
@@ -47,7 +48,7 @@ def _basic(before: int, width: int, stride: int) -> nn.Sequential:
 
 
 def _bottleneck(before: int, width: int, stride: int) -> nn.Sequential:
-    # v1.5: the 3x3 strides. In v1 the first 1x1 did, and three quarters of its inputs went unseen.
+    # In v1.5 the 3x3 convolution has the stride. In v1 the first 1x1 had it and left out three quarters of its inputs.
     return nn.Sequential(
         _conv(before, width, 1),
         nn.BatchNorm2d(width),
@@ -61,7 +62,10 @@ def _bottleneck(before: int, width: int, stride: int) -> nn.Sequential:
 
 
 class ResNet(nn.Sequential):
-    """Stem, stages that halve the side and double the width, mean over the pixels, classifier."""
+    """A stem, stages of blocks, the mean over the pixels, and a linear layer.
+
+    Each stage but the first halves width and height and doubles the channels.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,15 @@ class ResNet(nn.Sequential):
         width: int,
         depths: Sequence[int],
     ) -> None:
-        """`make_branch` takes the channels before it, its width and its stride."""
+        """Builds the net.
+
+        Args:
+            num_classes: number of outputs.
+            stem: the layers before the first stage.
+            make_branch: makes the branch of a block, of the channels before it, its width and its stride.
+            width: channels of the first stage.
+            depths: number of blocks in each stage.
+        """
         super().__init__()
         self.stem = stem
         before = width

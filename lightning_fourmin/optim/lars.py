@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from lightning_fourmin._lightning import foreach_add, foreach_add_, foreach_mul_, foreach_norm, fused_sgd_
+
 FORMS = ("mlperf", "torch")
 SMALLEST_FUSED_SCALE = 2.0**-26
 """The smallest scale that the fused kernel gets, in FP64 as 1 - scale: a smaller one would lose more digits there than
@@ -159,7 +161,8 @@ class LARS(Optimizer):
                 left += batch
                 continue
             params, buffers = [slot.param for slot in batch], [slot.buffer for slot in batch if slot.buffer is not None]
-            torch._fused_sgd_(
+            assert fused_sgd_ is not None  # or no slot would have come here
+            fused_sgd_(
                 params,
                 [slot.grad for slot in batch],
                 buffers,
@@ -187,14 +190,14 @@ class LARS(Optimizer):
             ratios = _ratios(group, norms(params), norms(grads))
             self._last_ratios.append((params, ratios))
         scales, rate = _scale_and_rate(group, ratios)
-        updates = torch._foreach_add(grads, params, alpha=group["weight_decay"])
-        torch._foreach_mul_(updates, scales.unbind() if isinstance(scales, Tensor) else scales)
+        updates = foreach_add(grads, params, alpha=group["weight_decay"])
+        foreach_mul_(updates, scales.unbind() if isinstance(scales, Tensor) else scales)
         if group["momentum"]:
-            torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, updates)
+            foreach_mul_(buffers, group["momentum"])
+            foreach_add_(buffers, updates)
             if group["nesterov"]:
-                torch._foreach_add_(updates, buffers, alpha=group["momentum"])
-        torch._foreach_add_(params, updates if group["nesterov"] or not buffers else buffers, alpha=-rate)
+                foreach_add_(updates, buffers, alpha=group["momentum"])
+        foreach_add_(params, updates if group["nesterov"] or not buffers else buffers, alpha=-rate)
 
 
 class _Slot(NamedTuple):
@@ -237,8 +240,7 @@ def _fits_fused_kernel(slot: _Slot) -> bool:
         and param.stride() == grad.stride()
         and (buffer is None or buffer.stride() == param.stride())
         and is_dense(param)
-        # Not a public function.
-        and hasattr(torch, "_fused_sgd_")
+        and fused_sgd_ is not None
     )
 
 
@@ -279,7 +281,7 @@ def norms(tensors: list[Tensor]) -> Tensor:
     """Returns the norms of tensors of one device and dtype, without waiting for the device."""
     if tensors[0].is_cpu:
         return torch.stack([cpu_norm(tensor) for tensor in tensors])
-    return torch.stack(torch._foreach_norm(tensors, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
+    return torch.stack(foreach_norm(tensors, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
 
 
 def cpu_norm(tensor: Tensor) -> Tensor:

@@ -11,33 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-_aten = torch.ops.aten
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_MAX_POOL = _aten.max_pool2d_with_indices.default
+from lightning_fourmin._lightning import TorchDispatchMode, aten_op
+
+_ATTENTION = aten_op("_scaled_dot_product_flash_attention_for_cpu")
+_MAX_POOL = aten_op("max_pool2d_with_indices")
 _PRODUCTS = frozenset(
-    {
-        _aten.convolution.default,
-        _aten.convolution_backward.default,
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.addbmm.default,
-        _aten.mv.default,
-        _aten.addmv.default,
-        _aten.dot.default,
-        _ATTENTION,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten_op(name)
+    for name in (
+        "convolution",
+        "convolution_backward",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
         # These fused kernels are what attention layers use in evaluation.
-        _aten._native_multi_head_attention.default,
-        _aten._transformer_encoder_layer_fwd.default,
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
         # This is no product, but as slow in 16 bit, and exact in FP32 as well.
-        _MAX_POOL,
-    }
-)
+        "max_pool2d_with_indices",
+    )
+) - {None}
 HALVES = (torch.float16, torch.bfloat16)
 """The 16-bit dtypes."""
 _BF16_UNITS = ("avx512_bf16", "bf16")
@@ -115,7 +116,7 @@ class CpuHalfOps(TorchDispatchMode):
 
         The result is good until the next product, which uses the same memory.
         """
-        if not _aten.is_non_overlapping_and_dense(tensor):
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return tensor.float()
         buffer = self._buffers.get(position)
         if buffer is None or buffer.numel() < tensor.numel():

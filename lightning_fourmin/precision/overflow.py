@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fourmin._lightning import check_and_unscale_, foreach_mul_, values_of_sparse
+
 
 def unscale(gradients: Iterable[Tensor], factor: float) -> list[Tensor]:
     """Multiplies gradients by a factor and notes, in the same pass where it can, whether they are finite afterwards.
@@ -32,12 +34,12 @@ def unscale(gradients: Iterable[Tensor], factor: float) -> list[Tensor]:
             fits = factor <= 1 and gradient.dtype is torch.float32 and gradient.layout is torch.strided
             (one_pass if fits else two_passes).append(gradient)
         if one_pass:
-            torch._amp_foreach_non_finite_check_and_unscale_(one_pass, flag, torch.full_like(flag, factor))
+            check_and_unscale_(one_pass, flag, torch.full_like(flag, factor))
         if two_passes:
             if factor != 1:
-                torch._foreach_mul_(two_passes, factor)
+                foreach_mul_(two_passes, factor)
             values = [_values(gradient) for gradient in two_passes]
-            torch._amp_foreach_non_finite_check_and_unscale_(values, flag, torch.ones_like(flag))
+            check_and_unscale_(values, flag, torch.ones_like(flag))
         flags.append(flag)
     return flags
 
@@ -53,7 +55,7 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    values = gradient._values() if gradient.is_sparse else gradient
+    values = values_of_sparse(gradient) if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 

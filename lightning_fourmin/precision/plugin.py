@@ -21,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_fourmin._lightning import count_as_step, foreach_mul_
 from lightning_fourmin.precision.cpu_half_ops import HALVES, CpuHalfOps, needs_cpu_half_ops
 from lightning_fourmin.precision.loss_scale import INITIAL_SCALE, PATIENCE, LossScale
 from lightning_fourmin.precision.overflow import BadStep, all_finite, any_set, losses_of_ranks, ranks_differ, unscale
@@ -146,7 +147,7 @@ class FourMinPrecision(HalfPrecision):
         self._loss = loss.detach()
         # This backward pass adds to the gradients of earlier ones (accumulation), and the all-reduce takes the sum.
         if self.loss_scale.value != 1 and (gradients := self._gradients(module)):
-            torch._foreach_mul_(list(gradients.values()), self.loss_scale.value)
+            foreach_mul_(list(gradients.values()), self.loss_scale.value)
         return loss * self.loss_scale.value
 
     @override
@@ -176,14 +177,14 @@ class FourMinPrecision(HalfPrecision):
         gradients = self._gradients(module)
         if _others_may_change_gradients(module):
             if gradients:
-                torch._foreach_mul_(list(gradients.values()), factor)
+                foreach_mul_(list(gradients.values()), factor)
             return None
         # A step does not depend on gradients of parameters that the optimizer does not have.
         (optimizer,) = module.trainer.optimizers
         mine = set(self.main_params(optimizer))
         rest = [gradient for parameter, gradient in gradients.items() if parameter not in mine]
         if rest:
-            torch._foreach_mul_(rest, factor)
+            foreach_mul_(rest, factor)
         return unscale([gradient for parameter, gradient in gradients.items() if parameter in mine], factor)
 
     @override
@@ -208,7 +209,7 @@ class FourMinPrecision(HalfPrecision):
                 self._first_bad[number] = BadStep.examine(model, optimizer)
             # Schedulers count a skipped step like any other. Without this, torch would warn after a skipped first step
             # that the scheduler came before the optimizer.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            count_as_step(optimizer)
         self.loss_scale.update(finite, number)
         self._report(model, number)
         return result

@@ -14,17 +14,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_fourmin._lightning import (
+    BatchNormBase,
+    InstanceNormBase,
+    NormBase,
+    parameters_by_name,
+    set_parameters_by_name,
+)
 from lightning_fourmin.precision.cpu_half_ops import HALVES
 
-NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+NORM_LAYERS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 """The classes of norm layers. Subclasses count: a layer is known by its type, whatever its `forward` does."""
-_MIXED_FORWARDS = {cls.forward for cls in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm)}
+_MIXED_FORWARDS = {cls.forward for cls in (BatchNormBase, nn.SyncBatchNorm, InstanceNormBase)}
 """The forwards that call kernels which read 16-bit activations and compute in FP32. On a GPU that saves memory traffic;
 on a CPU those kernels are slower than two casts. Autocast itself casts the inputs of the other norm layers."""
 _IN_FP32 = (*NORM_LAYERS, ParametrizationList)
@@ -60,19 +65,19 @@ class WeightCopies:
             yield
             return
         replaced = [
-            (layer, layer._parameters)
+            (layer, parameters_by_name(layer))
             for layer in self._module.modules()
-            if layer._parameters and not isinstance(layer, _IN_FP32)
+            if parameters_by_name(layer) and not isinstance(layer, _IN_FP32)
         ]
         for layer, masters in replaced:
-            layer.__dict__["_parameters"] = _Parameters(masters, self._dtype, self._copies)
+            set_parameters_by_name(layer, _Parameters(masters, self._dtype, self._copies))
         self._active = True
         try:
             yield
         finally:
             self._active = False
             for layer, masters in replaced:
-                layer.__dict__["_parameters"] = masters
+                set_parameters_by_name(layer, masters)
             self.refresh()
 
     def refresh(self) -> None:

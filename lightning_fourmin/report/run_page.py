@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_fourmin.allreduce.measure import merge_traces
 from lightning_fourmin.files import write_whole
 from lightning_fourmin.report.charts import table_chart
 from lightning_fourmin.report.heat_map import trust_ratio_map
@@ -51,6 +52,7 @@ def write_report(folder: Path) -> Path:
     summary = summary_so_far(record, metrics)
     config = folder / "config.yaml"
     page = folder / PAGE_NAME
+    trace = merge_traces(folder)
     write_page(
         page,
         "run.html",
@@ -62,6 +64,7 @@ def write_report(folder: Path) -> Path:
         heat_map=trust_ratio_map(metrics),
         algorithms=algorithms_in(row.milliseconds for row in record.table.rows) if record.table else [],
         table_chart=table_chart(record.table) if record.table else None,
+        trace=None if trace is None else trace.name,
         config=config.read_text(errors="replace") if config.is_file() else None,
     )
     return page

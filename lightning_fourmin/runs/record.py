@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from lightning_fourmin.allreduce.buckets import Bucket
+from lightning_fourmin.allreduce.plan import PlanRow
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.files import write_whole
+from lightning_fourmin.text import dtype_name
 
 RUN_NAME = "run.json"
 ERROR_NAME = "error.txt"
@@ -50,19 +51,41 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """One bucket of DDP: gradients that travelled together."""
+    """One row of the communication plan: gradients that travelled together, and how; None in runs that sent nothing."""
 
     num_tensors: int
     num_bytes: int
+    """Of the gradients, in their own dtype."""
     dtype: str
     first: str
     last: str
+    wire_bytes: int | None = None
+    wire_dtype: str | None = None
+    form: str | None = None
+    algorithm: str | None = None
+    num_pieces: int | None = None
+    expected_ms: float | None = None
+    """What the table expects of the all-reduce by itself."""
+    exactness: str | None = None
+    """How the mean compares with that of plain DDP."""
 
     @classmethod
-    def of(cls, bucket: Bucket) -> "BucketRecord":
-        """The record of a planned bucket."""
-        dtype = str(bucket.dtype).removeprefix("torch.")
-        return cls(len(bucket.names), bucket.num_bytes, dtype, bucket.names[0], bucket.names[-1])
+    def of(cls, row: PlanRow, is_sent: bool = True) -> "BucketRecord":
+        """The record of a row of the plan; on one rank nothing is sent."""
+        bucket, sending = row.bucket, row.sending
+        content = (len(bucket.names), bucket.num_bytes, dtype_name(bucket.dtype), bucket.names[0], bucket.names[-1])
+        if not is_sent:
+            return cls(*content)
+        return cls(
+            *content,
+            sending.num_bytes,
+            dtype_name(sending.wire_dtype),
+            row.form,
+            sending.algorithm.name,
+            len(sending.numels),
+            round(row.expected_ms, 4),
+            row.exactness,
+        )
 
 
 @dataclass(frozen=True)

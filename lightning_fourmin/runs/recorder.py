@@ -75,12 +75,13 @@ def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         plans["arithmetic"] = tuple(module.rate_plan.in_words())
     strategy = trainer.strategy
     if isinstance(strategy, FourMinStrategy):
-        if strategy.fusion_plan is not None:
-            plans["fusion_plan"] = tuple(BucketRecord.of(bucket) for bucket in strategy.fusion_plan.buckets)
-        if strategy.table is not None:
-            plans["topology"] = str(strategy.table.groups_of(strategy.topology))
-            if trainer.world_size > 1:
-                plans["table"] = TableRecord.of(strategy.table)
+        plan, is_sent = strategy.plan, trainer.world_size > 1
+        if plan is not None:
+            plans["topology"] = str(plan.topology)
+            if plan.fusion is not None:
+                plans["fusion_plan"] = tuple(BucketRecord.of(row, is_sent) for row in plan.rows)
+            if is_sent:
+                plans["table"] = TableRecord.of(plan.table)
     return plans
 
 

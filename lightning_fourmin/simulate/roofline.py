@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
+from lightning_fourmin._lightning import TorchDispatchMode, tree_leaves
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Loss, Profile, batch_size_of, profile_of, record
 

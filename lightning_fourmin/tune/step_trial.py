@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
+from lightning_fourmin._lightning import tree_leaves
 from lightning_fourmin.allreduce.buckets import wire_bytes
 from lightning_fourmin.allreduce.engine import Engine, all_reduce_hook
 from lightning_fourmin.allreduce.measure_table import Progress, timed_ms

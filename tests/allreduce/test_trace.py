@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.measure import Spans, Trace, merge_traces
+from lightning_fourmin.cli import main
 from tests.support.pool import RankFailure, RankPool
 from tests.support.ranks import current_case
 from tests.support.training import Regression, data, rank_trainer
@@ -202,3 +203,12 @@ def test_memory_is_bounded_by_keeping_the_last_spans(ranks: RankPool, tmp_path: 
         events = json.loads((tmp_path / f"fourmin_trace.rank{rank}.json").read_text())["traceEvents"]
         names = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == rank]
         assert names == [f"step {number}" for number in range(90, 100)]
+
+
+def test_report_merges_the_traces_of_a_trainer_without_a_record(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.run(write_trace, tmp_path, 2, world=2)
+    monkeypatch.setattr(sys, "argv", ["fourmin", "report", f"run={tmp_path}"])
+    main()
+    assert capsys.readouterr().out == f"{tmp_path / 'fourmin_trace.json'}\n"

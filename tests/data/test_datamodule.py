@@ -81,7 +81,7 @@ def test_each_epoch_reads_every_sample_at_most_once(whole: Counting) -> None:
     [("batch", 1), ("batch", 7), ("batch", NUM_BATCHES), ("validation", NUM_BATCHES), ("epoch", 2 * NUM_BATCHES)],
 )
 @pytest.mark.parametrize("limit", [1.0, 2])
-def test_resumed_it_goes_on_as_if_never_stopped(
+def test_a_resumed_run_continues_as_if_never_stopped(
     path: str, tmp_path: Path, hook: str, at: int, reads_estimate: bool, limit: float
 ) -> None:
     options: dict[str, Any] = {"limit_train_batches": limit, "limit_val_batches": 2, "num_sanity_val_steps": 0}
@@ -93,7 +93,7 @@ def test_resumed_it_goes_on_as_if_never_stopped(
     assert torch.equal(found.net.weight, expected.net.weight)
 
 
-def test_an_epoch_that_max_steps_ended_goes_on_where_it_was(path: str, tmp_path: Path, whole: Counting) -> None:
+def test_an_epoch_that_max_steps_ended_resumes_where_it_was(path: str, tmp_path: Path, whole: Counting) -> None:
     first = fit(path, max_steps=2, callbacks=[SaveAt(tmp_path / "some.ckpt", "epoch", 2)])
     second = fit(path, tmp_path / "some.ckpt", max_steps=2 * NUM_BATCHES)
     assert [batch for _, batch in first.seen + second.seen[: NUM_BATCHES - 2]] == [
@@ -118,7 +118,7 @@ def test_resumed_from_a_validation_in_the_middle_of_an_epoch(path: str, tmp_path
     assert fit(path, tmp_path / "some.ckpt", **options).seen == whole.seen[2:]
 
 
-def test_reloaded_loaders_go_on_alike(path: str, tmp_path: Path, whole: Counting) -> None:
+def test_reloaded_loaders_continue_alike(path: str, tmp_path: Path, whole: Counting) -> None:
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
     found = fit(path, callbacks=[SaveAt(tmp_path / "some.ckpt", "batch", 7)], **options)
     assert found.seen == whole.seen
@@ -140,7 +140,7 @@ def test_overfitting_sees_the_same_batches_in_every_epoch(path: str) -> None:
     assert [batch for _, batch in seen] == [[0, 1, 2], [3, 4, 5, 6]] * 3
 
 
-def test_a_second_fit_goes_on_with_the_next_epoch(path: str, whole: Counting) -> None:
+def test_a_second_fit_begins_the_next_epoch(path: str, whole: Counting) -> None:
     torch.manual_seed(1)
     module, data = Counting(), numbers_module(path, BATCH_SIZE)
     training = trainer(max_epochs=1)
@@ -156,7 +156,7 @@ def test_a_second_fit_goes_on_with_the_next_epoch(path: str, whole: Counting) ->
     [("epoch", NUM_BATCHES), ("epoch", 2 * NUM_BATCHES), ("batch", 7), ("batch", NUM_BATCHES)],
 )
 @pytest.mark.parametrize(("max_epochs", "reads_estimate"), [(-1, False), (4, False), (4, True)])
-def test_resumed_with_max_steps_it_goes_on_as_if_never_stopped(
+def test_a_run_resumed_with_max_steps_continues_as_if_never_stopped(
     path: str,
     tmp_path: Path,
     whole: Counting,
@@ -166,7 +166,7 @@ def test_resumed_with_max_steps_it_goes_on_as_if_never_stopped(
     max_epochs: int,
     reads_estimate: bool,
 ) -> None:
-    """There Lightning takes an epoch that it goes on with for done, and one at its end for one to go on with."""
+    """There Lightning counts an epoch that it resumes in as done, and resumes in one that is at its end."""
     options = {"max_epochs": max_epochs, "limit_val_batches": 1.0} | how
     saved = tmp_path / "some.ckpt"
     first = fit(path, max_steps=at, callbacks=[SaveAt(saved, hook, at)], **options)

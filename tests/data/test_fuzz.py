@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from lightning_fourmin.data.dataset import ShardDataset
 from lightning_fourmin.data.index import Index, Shard, Split, read_index
 from lightning_fourmin.data.loader import EvalLoader, ShardLoader, TrainLoader
-from lightning_fourmin.data.pack.check_shard import CheckTask, check_shard
+from lightning_fourmin.data.pack.verify import CheckTask, check_shard
 from lightning_fourmin.data.partition import Partition
 from lightning_fourmin.data.transforms import EvalImage, TrainImage
 from lightning_fourmin.errors import ShardError

@@ -140,7 +140,7 @@ def test_an_epoch_that_is_given_up_is_followed_by_the_next(split: Split, folder:
     assert take(loader) == epochs[2]
 
 
-def test_the_epoch_may_be_told_after_the_iterator_is_made(split: Split, folder: Path) -> None:
+def test_the_epoch_may_be_set_after_the_iterator_is_made(split: Split, folder: Path) -> None:
     expected = train_loader(split, folder)
     expected.set_epoch(3)
     loader = train_loader(split, folder)

@@ -1,4 +1,4 @@
-"""`fourmin pack`: readable by webdataset, the same bytes for any number of workers, goes on after it was killed."""
+"""`fourmin pack`: readable by webdataset, the same bytes for any number of workers, continues after it was killed."""
 
 import hashlib
 import io

@@ -30,7 +30,7 @@ def torchrun(*options: str) -> list[str]:
 
 
 def checksum(arguments: list[str], folder: Path) -> str:
-    """Of the weights at the end of a run that ends well."""
+    """The checksum of the weights at the end of a run that ends well."""
     with running(arguments, folder) as run:
         assert run.process.wait(240) == 0, run.output
         assert run.left() == []
@@ -39,7 +39,7 @@ def checksum(arguments: list[str], folder: Path) -> str:
 
 
 def seen(folder: Path) -> dict[int, list[int]]:
-    """The samples of each epoch; of steps that were done again, what they saw the last time."""
+    """The samples of each epoch; for steps that were done again, what they saw the last time."""
     numbers: dict[int, list[int]] = {}
     for file in folder.glob("rank*.txt"):
         lines = [line.split() for line in file.read_text().splitlines()]

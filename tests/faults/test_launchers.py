@@ -58,7 +58,7 @@ class Run:
         return found
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """While the script runs, or as the last that it does."""
+        """Waits while the script runs; the condition may come true as the last thing that it does."""
         deadline = time.monotonic() + TIMEOUT_S
         ended = False
         while not condition():

@@ -40,7 +40,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def warn(run: Run, metrics: Path) -> None:
-    """All processes of the tasks, as SLURM does before the time is up; once steps are logged."""
+    """Warns all processes of the tasks, as SLURM does before the time is up, once steps are logged."""
     run.wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3)
     for process in run.processes("SLURM_PROCID="):
         with suppress(ProcessLookupError):

@@ -203,9 +203,9 @@ def on_the_board(asking: int, until: str) -> str | None:
             missing_ranks.watch(waits)
             while not missing_ranks._board.columns("waits")[dist.get_rank()][0]:
                 time.sleep(0.05)
-            missing_ranks.close()
             if until == "left":
                 missing_ranks.explain_wait(waits.wait)
+            missing_ranks.close()
         dist.barrier()
         found = missing_ranks.explain_wait(waits.wait) if dist.get_rank() == asking else None
         dist.barrier()

@@ -129,7 +129,7 @@ class SaveAfter(Callback):
 # Torch's loader begins its epoch again; the rates do not mind.
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("num_steps", [2, 6, 8])
-def test_resumed_rates_go_on(tmp_path: Path, num_steps: int) -> None:
+def test_resumed_rates_continue(tmp_path: Path, num_steps: int) -> None:
     path = tmp_path / "some.ckpt"
     expected = fit(classifier(), callbacks=[SaveAfter(path, num_steps)])
     assert fit(classifier(), path) == expected[num_steps:]

@@ -62,7 +62,8 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     ):
         assert text in page.text
     rows = [row.text for row in page.all("tr")]
-    assert "0 3 4 MiB float32 fc8.bias .. fc7.bias" in rows
+    sent = "2 MiB dense hierarchical in 2 pieces 12.5 ms rounded to fp16"
+    assert f"0 3 4 MiB float32 fc8.bias .. fc7.bias {sent}" in rows
     assert "256 B 0.321 0.123 hierarchical" in rows
     assert [cell.text for cell in page.all("td", "chosen")] == ["0.123", "0.456"]
     assert [figure.text.split("  ")[0] for figure in page.all("b")] == [
@@ -228,7 +229,7 @@ def test_a_run_that_has_logged_nothing(tmp_path: Path, text: str | None) -> None
         "No trust ratios were logged: they need LARS and TrustRatioMonitor.",
         "No loss scale was logged: that needs FourMinPrecision.",
         "Throughput was not logged: that needs ScalingMonitor among the callbacks.",
-        "The run has no fusion plan",
+        "The run has no communication plan",
         "The run has no all-reduce table",
     ):
         assert text in page.text

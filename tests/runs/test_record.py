@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_fourmin.allreduce.buckets import Bucket
+from lightning_fourmin.allreduce.plan import CommOptions, CommPlan
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import RunError
@@ -32,8 +33,13 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 
 def test_records_of_plan_objects() -> None:
-    bucket = Bucket(("fc.bias", "fc.weight", "conv.weight"), 4096, torch.float32)
-    assert BucketRecord.of(bucket) == BucketRecord(3, 4096, "float32", "fc.bias", "conv.weight")
+    parameters = [("conv.weight", nn.Parameter(torch.zeros(900))), ("fc.bias", nn.Parameter(torch.zeros(124)))]
+    options = CommOptions("torus", wire_dtype="fp16")
+    (row,) = CommPlan.decide(options, Topology.build([0, 0, 1, 1]), "gloo", parameters=parameters).rows
+    content = (2, 4096, "float32", "fc.bias", "conv.weight")
+    sent = (2048, "float16", "dense", "torus", 1, round(row.expected_ms, 4), "rounded to fp16")
+    assert BucketRecord.of(row) == BucketRecord(*content, *sent)
+    assert BucketRecord.of(row, is_sent=False) == BucketRecord(*content)
     table = AllReduceTable.from_cost_model(Topology.build([0, 0, 1, 1]), "gloo").with_switch(1024)
     record = TableRecord.of(table)
     assert (record.source, record.topology_key, record.backend) == ("cost model", table.topology_key, "gloo")

@@ -24,7 +24,7 @@ KILLED = "killed"
 
 @dataclass(frozen=True)
 class Death:
-    """Who dies, in which step, how long after it has begun, and the all-reduce that is under way."""
+    """Who dies, in which step, how long after it has begun, and the all-reduce that is in flight."""
 
     rank: int
     step: int

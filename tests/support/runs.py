@@ -15,6 +15,7 @@ from lightning_fourmin.runs.record import (
     TableRowRecord,
 )
 
+ON_THE_WIRE = (2_097_152, "float16", "dense", "hierarchical", 2, 12.5, "rounded to fp16")
 RUN = RunRecord(
     name="digits",
     command="fourmin train optim.lr=2",
@@ -28,8 +29,8 @@ RUN = RunRecord(
     topology="1 group of 2 ranks",
     world_size=2,
     fusion_plan=(
-        BucketRecord(3, 4_194_304, "float32", "fc8.bias", "fc7.bias"),
-        BucketRecord(23, 744_000, "float32", "fc7.weight", "conv1.weight"),
+        BucketRecord(3, 4_194_304, "float32", "fc8.bias", "fc7.bias", *ON_THE_WIRE),
+        BucketRecord(23, 744_000, "float32", "fc7.weight", "conv1.weight", *ON_THE_WIRE),
     ),
     table=TableRecord(
         "cost model",

@@ -31,7 +31,7 @@ from tests.support.training import rank_trainer
 HOLD_S = 0.2
 TIMEOUT_S = 2.0
 FIT_TIMEOUT_S = 6.0
-"""Of the engine's groups; the steps of a fit before the fault must not need as long."""
+"""The timeout of the engine's groups in a fit; the steps before the fault must not need as long."""
 FUTURE_S = 10.0
 NUM_BUCKETS = 3
 BAD_STEP = 2
@@ -57,7 +57,7 @@ class Teardown:
 
 
 class Hold:
-    """Of the first bucket that comes to the stage once it is armed."""
+    """Holds the first bucket that comes to the stage once it is armed."""
 
     def __init__(self) -> None:
         self.armed, self.there = threading.Event(), threading.Event()
@@ -113,7 +113,7 @@ def _leave_together() -> None:
 
 
 def tear_engine_down(teardown: Teardown, shared_bytes: int) -> list[str]:
-    """What went wrong."""
+    """Tears an engine down; gives what went wrong."""
     options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "shared_bytes": shared_bytes}
     with (
         held(teardown) as hold,
@@ -193,7 +193,7 @@ def held_things() -> Counter[str]:
 
 
 def tear_down_each(teardowns: list[Teardown], shared_bytes: int = 1 << 20) -> list[str]:
-    """One after the other, each in a world of its own; what went wrong in any, and what is left of it."""
+    """Does one after the other, each in a world of its own; gives what went wrong in any, and what is left of it."""
     with own_world(0):
         tear_engine_down(Teardown(teardowns[0].algorithm, "finish", "close"), shared_bytes)
     before, complaints = held_things(), []

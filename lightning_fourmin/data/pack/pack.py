@@ -1,28 +1,42 @@
-"""Packs a folder of images, one folder a class, into shards with an index."""
+"""Packs a folder of images, one folder a class, into shards with an index.
 
+    main process                                          worker processes
+    finds the images, puts them in order, cuts tasks  ->  _write: writes the shard of a task, from image files to tar
+    journal: notes which shards are complete          <-  name, size and checksum of the shard, or the faults
+    writes the index, removes the journal
+
+The bytes of a shard depend on the images and the options alone, not on how many processes work. A pack that was killed
+continues when it is called again: shards that are complete, and would be the same, are kept.
+"""
+
+import hashlib
 import io
 import json
 import logging
 import os
+import re
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
 
 from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded
-from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
+from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Shard, Split, parse_sizes, read_index
 from lightning_fourmin.data.order import permutation
 from lightning_fourmin.data.pack.process_pool import count_one, run_tasks
-from lightning_fourmin.data.pack.progress import Journal, Written
-from lightning_fourmin.data.pack.write_shard import write_shard
+from lightning_fourmin.data.tar import write_shard
 from lightning_fourmin.errors import ShardError
+from lightning_fourmin.files import write_whole
 
 log = logging.getLogger(__name__)
 
 NUM_FAULTS_SHOWN = 10
 JPEG_QUALITY = 95
+"""The quality of images that are resized, unless another one is given."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +46,19 @@ class PackOptions:
     src: Path
     """Folder with one folder a class."""
     out: Path
+    """Folder for the shards and the index. Several splits may share it."""
     split: str = "train"
+    """Name of the split in the index, and the first part of the names of its shards."""
     shard_mb: float = 128.0
     """Source images of a shard, in 10^6 bytes."""
     shard_count: int | None = None
     """Number of shards, instead of shard_mb."""
     seed: int = 0
-    """Of the order of the samples."""
+    """Seed of the order of the samples."""
     resize: int | None = None
-    """Pixels of the short side of images that are larger; they become JPEG."""
+    """Pixels of the short side of images that are larger; they become JPEG. None: images stay as they are."""
     quality: int | None = None
-    """Of JPEG, 1 to 100; given alone, all images become JPEG of that quality. None: 95 where images are resized."""
+    """JPEG quality, 1 to 100. Given without resize, all images become JPEG of it. None: 95 where images are resized."""
     num_workers: int | None = None
     """Processes; None: one a core."""
 
@@ -82,6 +98,7 @@ class _Task:
     options: PackOptions
     number: int
     first_key: int
+    """The number of samples in the shards before it: the key of its first sample."""
     sources: tuple[_Source, ...]
 
     @property
@@ -89,12 +106,20 @@ class _Task:
         return f"{self.options.split}-{self.number:06d}.tar"
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A shard that is complete."""
+
+    shard: Shard
+    sizes: ImageSizes | None
+
+
 def pack(options: PackOptions) -> Index:
     """Writes the shards that are not there yet, then the index, to which the split is added."""
     classes, sources = _find(options, _index_so_far(options).classes)
     _warn_of_empty(options, classes, sources)
     tasks = _cut(options, sources)
-    journal = Journal(options.out, options.split, _content(options, classes, tasks))
+    journal = _Journal(options.out, options.split, _content(options, classes, tasks))
     written = journal.read()
     todo = [task for task in tasks if task.number not in written]
     faults: list[str] = []
@@ -106,7 +131,7 @@ def pack(options: PackOptions) -> Index:
         num_samples=sum(len(task.sources) for task in todo),
     )
     for task, result in work:
-        if isinstance(result, Written):
+        if isinstance(result, _Written):
             journal.add(task.number, result)
             written[task.number] = result
         else:
@@ -130,7 +155,7 @@ def pack(options: PackOptions) -> Index:
 
 
 def _index_so_far(options: PackOptions) -> Index:
-    """What the folder has already; an error if that is the split to be packed."""
+    """The index that the folder has already. It is an error if the split to be packed is in it."""
     path = options.out / INDEX_NAME
     index = read_index(str(options.out)) if path.exists() else Index((), {})
     if options.split in index.splits:
@@ -144,7 +169,7 @@ def _index_so_far(options: PackOptions) -> Index:
 
 
 def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[str, ...], list[_Source]]:
-    """All images in an order that depends on names and seed only, and the classes that their labels count."""
+    """The classes, and all images in an order that depends on names and seed only."""
     tops = sorted(_visible(options.src))
     found = [path.name for path in tops if path.is_dir()]
     classes = known_classes or tuple(found)
@@ -172,7 +197,10 @@ def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[s
 
 
 def _images(folder: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
-    """Images in a folder and below, also behind links; a link that leads nowhere may be one, and fails to be read."""
+    """The images in a folder and below it, also behind links.
+
+    A link that leads nowhere is yielded, too: it may have been an image, and its reading will fail and say so.
+    """
     real = folder.resolve()
     if any(other.is_relative_to(real) for other in above):
         raise ShardError(f"{folder} is a link to {real}, a folder that it lies in: remove it")
@@ -202,7 +230,7 @@ def _warn_of_empty(options: PackOptions, classes: tuple[str, ...], sources: list
 
 
 def _cut(options: PackOptions, sources: list[_Source]) -> list[_Task]:
-    """Consecutive samples for each shard: by the bytes of their sources, or in as many shards as asked for."""
+    """The tasks: consecutive samples for each shard, by the bytes of their sources or in a given number of shards."""
     if options.shard_count is not None:
         count = options.shard_count
         if count > len(sources):
@@ -223,12 +251,63 @@ def _cut(options: PackOptions, sources: list[_Source]) -> list[_Task]:
 
 
 def _content(options: PackOptions, classes: tuple[str, ...], tasks: list[_Task]) -> str:
-    """Differs if the bytes of a shard would."""
+    """A text that differs if the bytes of any shard would."""
     return json.dumps([options.resize, options.quality, classes, [task.sources for task in tasks]])
 
 
-def _write(task: _Task) -> Written | list[str]:
-    """Writes a shard; if images are damaged, says which and writes none."""
+class _Journal:
+    """Remembers which shards of an unfinished pack are complete, in a hidden folder beside them with a file for each.
+
+    Only the main process uses it.
+    """
+
+    def __init__(self, out: Path, split: str, content: str) -> None:
+        self._out = out
+        self._split = split
+        self._folder = out / f".pack-{split}"
+        self._fingerprint = hashlib.sha256(content.encode()).hexdigest()
+
+    def read(self) -> dict[int, _Written]:
+        """The shards that need not be written again. If their content would differ now, they are removed instead."""
+        plan = self._folder / "plan"
+        entries = {}
+        for path in self._folder.glob("*.json"):
+            with suppress(ValueError):  # cut short by a power failure: that shard is written again
+                entries[int(path.stem)] = json.loads(path.read_text())
+        if not plan.exists() or plan.read_text() != self._fingerprint:
+            for entry in entries.values():
+                (self._out / entry["shard"]["name"]).unlink(missing_ok=True)
+            self.remove()
+            if strangers := sorted(self._shards("{}.tar")):
+                raise ShardError(
+                    f"{strangers[0]} is there, but no index has it: remove the shards of split {self._split!r}, or "
+                    f"index them with `fourmin verify path={self._out} index=true`"
+                )
+            write_whole(plan, self._fingerprint)
+            return {}
+        return {
+            number: _Written(Shard(**entry["shard"]), parse_sizes(entry["sizes"]))
+            for number, entry in entries.items()
+            if (path := self._out / entry["shard"]["name"]).exists()
+            and path.stat().st_size == entry["shard"]["num_bytes"]
+        }
+
+    def add(self, number: int, written: _Written) -> None:
+        write_whole(self._folder / f"{number:06d}.json", json.dumps(asdict(written)))
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for partial in self._shards(".{}.tar.part"):
+            partial.unlink()
+
+    def _shards(self, form: str) -> list[Path]:
+        """The files of the split's shards. Those of `train-extra` are not those of `train`."""
+        name = re.compile(re.escape(form).replace(r"\{\}", rf"{re.escape(self._split)}-\d+"))
+        return [path for path in self._out.glob("*") if name.fullmatch(path.name)]
+
+
+def _write(task: _Task) -> _Written | list[str]:
+    """Called in a worker: writes a shard; if images are damaged, writes none and gives the faults."""
     faults: list[str] = []
     sizes: list[tuple[int, int]] = []
 
@@ -249,11 +328,11 @@ def _write(task: _Task) -> Written | list[str]:
     if faults:
         path.unlink()
         return faults
-    return Written(shard, ImageSizes.of(sizes))
+    return _Written(shard, ImageSizes.of(sizes))
 
 
 def _encoded(path: Path, options: PackOptions) -> tuple[str, Encoded]:
-    """Field and bytes of an image: as they are, unless it is to be smaller or of another quality."""
+    """The field and the bytes of an image: its file as it is, unless it is to be smaller or of another quality."""
     source = Encoded.of(path.read_bytes())
     short_side = min(source.width, source.height)
     resize = options.resize is not None and short_side > options.resize

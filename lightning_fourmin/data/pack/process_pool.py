@@ -1,4 +1,13 @@
-"""A pool of processes with a progress bar, for work on many shards."""
+"""A pool of processes with a progress bar, for work on many shards.
+
+    main process                       worker processes
+    run_tasks: submits the tasks   ->  work(task), which calls count_one() for each sample that is done
+    shows the counter in a bar     <-  one counter in shared memory, which all of them increase
+    yields each result as it comes <-  what work(task) returned, pickled
+
+Workers are forked where that is the default of Python (Linux up to 3.13), otherwise they import what they need. A
+worker ends with the main process, also when that one is killed.
+"""
 
 import multiprocessing
 import os
@@ -16,14 +25,16 @@ from typing_extensions import override
 from lightning_fourmin.data.worker_process import end_with_parent
 
 REFRESH_S = 0.2
+"""Seconds between two looks at the counter."""
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 _num_done: "Synchronized[int] | None" = None
+"""In a worker process: the counter that it shares with the others. In the main process: None."""
 
 
 def count_one() -> None:
-    """Tells the progress bar that a sample is done."""
+    """Called in a worker: counts one sample as done. Outside of a pool it does nothing."""
     if _num_done is not None:
         with _num_done.get_lock():
             _num_done.value += 1
@@ -36,15 +47,16 @@ class _Rate(ProgressColumn):
 
 
 def _start_worker(num_done: "Synchronized[int]") -> None:
+    """The first thing that a worker process runs."""
     global _num_done
     _num_done = num_done
-    # Ctrl-C reaches workers as well: they end, and the parent says so.
+    # Ctrl-C reaches workers as well: they end at once, and the main process says what happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
 
 
 def _num_cores() -> int:
-    """Of this job, where the system tells: SLURM and containers give it some of the machine's."""
+    """The number of cores of this job, where the system tells: SLURM and containers give it some of the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -56,7 +68,15 @@ def run_tasks(
     label: str,
     num_samples: int | None,
 ) -> Iterator[tuple[_Task, _Result]]:
-    """Calls `work` for each task in a pool; gives the results as they come, and shows how many samples are done."""
+    """Calls `work` for each task in a pool of processes, and yields each task with its result as soon as it is there.
+
+    Args:
+        work: a function at the top of a module; tasks and results are pickled.
+        tasks: what `work` is called with, each in one call.
+        num_workers: the number of processes; None: as many as there are cores.
+        label: what stands before the progress bar.
+        num_samples: the number of calls of `count_one` that make the bar full; None: not known.
+    """
     if not tasks:
         return
     num_done = multiprocessing.Value("q", 0)
@@ -71,7 +91,7 @@ def run_tasks(
         min(num_workers or _num_cores(), len(tasks)), initializer=_start_worker, initargs=(num_done,)
     )
     try:
-        # Before the progress bar: it has a thread, and processes are better forked without.
+        # Submitted before the progress bar starts: that has a thread, and a process is better forked without threads.
         futures = {pool.submit(work, task): task for task in tasks}
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task(label, total=num_samples)

@@ -1,21 +1,35 @@
-"""Checks every byte of shards, and makes the index of shards that have none."""
+"""Checks every byte of shards, and makes the index of shards that have none.
 
+main process                                       worker processes
+reads the index, or finds the shards itself    ->  check_shard: reads a shard once, from end to end
+compares the shards with each other            <-  what the shard is and which faults it has
+reports the faults; with index=true and no faults, writes the index
+"""
+
+import hashlib
 import re
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from tarfile import BLOCKSIZE
+from typing import IO, cast
 
 from webdataset.shardlists import expand_urls
 
-from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Split, read_index
-from lightning_fourmin.data.pack.check_shard import Checked, CheckTask, check_shard
-from lightning_fourmin.data.pack.process_pool import run_tasks
-from lightning_fourmin.data.urls import is_url, joined_location, refuse_pipes
+from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded
+from lightning_fourmin.data.index import INDEX_NAME, ImageSizes, Index, Shard, Split, read_index
+from lightning_fourmin.data.pack.process_pool import count_one, run_tasks
+from lightning_fourmin.data.sample import Sample
+from lightning_fourmin.data.tar import TarCursor
+from lightning_fourmin.data.urls import is_url, joined_location, open_source, refuse_pipes
 from lightning_fourmin.errors import ShardError
 
 # The split and the number in a shard's name: train-000012.tar, imagenet_val_3.tar, 00004.tar.
 _NAME = re.compile(r"([^/\s]*?)[-_]?(\d+)\.tar")
+PIECE_BYTES = 1 << 20
+MAX_CLASSES = 1_000_000
+"""In shards without an index a larger label is some other number, and would make that many classes."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +56,40 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found."""
+    """What `verify` found."""
 
     index: Index
+    """The index that was checked or made."""
     faults: tuple[str, ...]
-    """Each names shard, member and offset."""
+    """One text for each fault, which names shard, member and offset."""
+
+
+@dataclass(frozen=True)
+class CheckTask:
+    """One shard to check."""
+
+    location: str
+    """Path or URL."""
+    name: str
+    """Its name in the index and in faults."""
+    decode: bool
+    """Whether every image is decoded, too."""
+    num_classes: int
+    """Labels must be below it; 0: not known."""
+    expected: Shard | None
+    """What the index says, if there is one."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found in one shard."""
+
+    shard: Shard
+    """What its entry in an index should be."""
+    sizes: ImageSizes | None
+    largest_label: int | None
+    """None if a sample has no label."""
+    faults: tuple[str, ...]
 
 
 def verify(options: VerifyOptions) -> Report:
@@ -100,7 +143,7 @@ def _make_index(options: VerifyOptions) -> Report:
 
 
 def _find(options: VerifyOptions) -> dict[str, list[str]]:
-    """Names of shards by split."""
+    """The names of the shards of each split, as an index will have them."""
     if is_url(options.path):
         names = expand_urls(options.path)
         if not options.pipes:
@@ -121,7 +164,7 @@ def _find(options: VerifyOptions) -> dict[str, list[str]]:
 
 
 def _gaps(names: list[str]) -> list[str]:
-    """Shards that the numbering leaves out."""
+    """A fault for each place where the numbering leaves shards out."""
     numbers = sorted((int(match[2]), name) for name in names if (match := _NAME.search(name)))
     return [
         f"{name} follows number {before}: shards in between are missing"
@@ -132,3 +175,119 @@ def _gaps(names: list[str]) -> list[str]:
 
 def _check(tasks: list[CheckTask], num_workers: int | None, num_samples: int | None) -> dict[CheckTask, Checked]:
     return dict(run_tasks(check_shard, tasks, num_workers=num_workers, label="samples", num_samples=num_samples))
+
+
+def check_shard(task: CheckTask) -> Checked:
+    """Called in a worker: reads the whole shard once and checks checksum, tar structure, keys, labels and images."""
+    seen = _Seen(task)
+    faults: list[str] = []
+    shard = Shard(task.name, 0, 0, "")
+    try:
+        file = _HashingStream(open_source(task.location))
+        # As a stream, also if it is a local file: so every byte is read and hashed.
+        cursor = TarCursor(cast(IO[bytes], file), task.name, seeks=False)
+        for sample in cursor.samples():
+            faults += [str(sample)] if isinstance(sample, ShardError) else seen.check(sample)
+            count_one()
+        while file.read(PIECE_BYTES):
+            pass
+        file.close()
+        shard = Shard(task.name, seen.num_samples, file.num_bytes, file.sha256.hexdigest())
+        faults += [*seen.unpaired(), *_check_end(task.name, cursor.offset, file), *_compare(shard, task.expected)]
+    except ShardError as error:
+        faults.append(str(error))
+    except OSError as error:
+        faults.append(f"{task.name} cannot be read: {error}")
+    return Checked(shard, ImageSizes.of(seen.sizes), seen.largest_label, tuple(faults))
+
+
+class _HashingStream:
+    """A stream to read, which counts and hashes what it gives."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+        self.num_bytes = 0
+        self.num_used_bytes = 0
+        """The number of bytes up to the last one that is not zero."""
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.sha256.update(data)
+        if used := len(data.rstrip(b"\0")):
+            self.num_used_bytes = self.num_bytes + used
+        self.num_bytes += len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _check_end(name: str, offset: int, file: _HashingStream) -> list[str]:
+    """The fault of a shard whose last sample, which ends at `offset`, is not followed by zeros and the end."""
+    if file.num_used_bytes > offset:
+        return [f"{name}: the header at offset {offset} is damaged: what comes after it cannot be read"]
+    if file.num_bytes < offset + BLOCKSIZE:
+        return [f"{name} is truncated: it has no end mark at offset {offset}"]
+    return []
+
+
+def _compare(shard: Shard, expected: Shard | None) -> list[str]:
+    faults = [] if shard.num_samples else [f"{shard.name} is empty: it has no samples"]
+    if expected is not None:
+        faults += [
+            f"{shard.name} has {name} {getattr(shard, name)}, but the index says {getattr(expected, name)}"
+            for name in ("num_samples", "num_bytes", "sha256")
+            if getattr(shard, name) != getattr(expected, name)
+        ]
+    return faults
+
+
+class _Seen:
+    """What the samples of a shard have in common, and which of them differ from the others."""
+
+    def __init__(self, task: CheckTask) -> None:
+        self._task = task
+        self._keys: set[str] = set()
+        self._places_by_fields: dict[str, list[str]] = defaultdict(list)
+        self.num_samples = 0
+        self.sizes: list[tuple[int, int]] = []
+        self.largest_label: int | None = -1
+
+    def check(self, sample: Sample) -> list[str]:
+        """The faults of one sample."""
+        faults: list[str] = []
+        self.num_samples += 1
+        if sample.key in self._keys:
+            faults.append(f"{sample.place}: its key was there before, so its files are not side by side")
+        self._keys.add(sample.key)
+        fields = sorted({"an image" if field in IMAGE_FIELDS else field for field in sample.members})
+        self._places_by_fields[", ".join(fields)].append(sample.place)
+        for field, member in sample.members.items():
+            if field in IMAGE_FIELDS:
+                try:
+                    image = Encoded.of(member.data)
+                    self.sizes.append((image.width, image.height))
+                    if self._task.decode:
+                        image.pixels()
+                except ValueError as error:
+                    faults.append(str(sample.fault(field, f"is not a readable image: {error}")))
+        try:
+            label = sample.label(self._task.num_classes) if "cls" in sample else None
+            if self._task.expected is None and label is not None and not 0 <= label < MAX_CLASSES:
+                raise sample.fault("cls", f"has class {label}, but classes are 0 to {MAX_CLASSES - 1} at most")
+            if self.largest_label is not None:
+                self.largest_label = None if label is None else max(self.largest_label, label)
+        except ShardError as error:
+            faults.append(str(error))
+        return faults
+
+    def unpaired(self) -> list[str]:
+        """A fault for each sample whose fields are not those of most others."""
+        usual = max(self._places_by_fields.items(), key=lambda item: len(item[1]), default=("", []))[0]
+        return [
+            f"{place} has {fields}, but most samples of the shard have {usual}"
+            for fields, places in self._places_by_fields.items()
+            if fields != usual
+            for place in places
+        ]
