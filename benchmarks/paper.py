@@ -23,7 +23,7 @@ from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.layer_profile import Profile
 from lightning_fourmin.simulate.roofline import peak_profile
 from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques
-from lightning_fourmin.simulate.step import Step, Wires, simulate
+from lightning_fourmin.simulate.step import CommCosts, Step, simulate
 from results import machine, table
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ class Case:
         chosen = AllReduceTable(topology.key, "nccl", "cost model", times, chunk_bytes=WHOLE)
         fusion = segments(self.model) if self.fusion else alone(self.model)
         plan = CommPlan(topology, chosen, {4: torch.float32, 2: torch.float16}[self.wire_itemsize], fusion=fusion)
-        return simulate(self.profile, plan, Wires(links))
+        return simulate(self.profile, plan, CommCosts(links))
 
     @property
     def profile(self) -> Profile:

@@ -23,7 +23,7 @@ from lightning_fourmin.allreduce.plan import CommOptions, CommPlan
 from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.simulate.layer_profile import Gradient, Profile
-from lightning_fourmin.simulate.step import Wires, simulate
+from lightning_fourmin.simulate.step import CommCosts, simulate
 from models import NETS
 from results import read, table, write
 from stats import estimate
@@ -62,7 +62,7 @@ def predict(name: str, data: dict[str, Any]) -> dict[str, dict[str, float]]:
         parameters = list(NETS[net][0]().named_parameters())
         profile = whole_step(data["profiles"][net], dict(parameters), 1e-3 * statistics.median(taken["no_comm"]))
         steps[net] = {
-            variant: 1e3 * simulate(profile, plan_of(parameters, topology, wire), Wires(links, host)).step_s
+            variant: 1e3 * simulate(profile, plan_of(parameters, topology, wire), CommCosts(links, host)).step_s
             for variant, wire in WIRES.items()
         }
     return steps

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.process_groups import broadcast_object
-from lightning_fourmin.cli.tune import TIMEOUT, TuneOptions, tune
 from lightning_fourmin.text import readable_size
+from lightning_fourmin.tune.tuner import TIMEOUT, TuneOptions, tune
 from models import NETS
 from step_rank import VARIANTS, fit_once
 
@@ -45,11 +45,9 @@ def main() -> None:
             budget_s=arguments.budget,
             largest_mb=largest_mb,
             out=str(path),
-            image_size=side,
-            batch_size=batch_size,
         )
-        net = make()
-        table, told = tune(options, int(os.environ["NODE_RANK"]), torch.device("cpu"), net)
+        net, inputs = make(), torch.randn(batch_size, 3, side, side)
+        table, told = tune(options, int(os.environ["NODE_RANK"]), torch.device("cpu"), lambda: (net, inputs))
         VARIANTS["default"] = FourMinStrategy
         for name in ("ring", "hierarchical", "torus"):
             VARIANTS[name] = partial(FourMinStrategy, algorithm=name)

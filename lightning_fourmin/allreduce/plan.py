@@ -23,12 +23,14 @@ from lightning_fourmin.allreduce.algorithms import ALGORITHMS, Algorithm, algori
 from lightning_fourmin.allreduce.buckets import MIB, Bucket, FusionPlan
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
-from lightning_fourmin.text import dtype_name, readable_size
+from lightning_fourmin.text import dtype_name, plural, readable_size
 
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """What the options call the dtypes of the wire."""
 HYBRID = "hybrid"
 """The option that leaves the algorithm of each bucket to the table."""
+SHORT_ROWS = 12
+"""Rows of a plan that people read in a terminal without scrolling."""
 
 BIT_EQUAL = "bit-equal to ddp"
 SUMMATION_ORDER = "equal up to the order of summation"
@@ -101,8 +103,8 @@ class PlanRow:
 
     bucket: Bucket
     sending: Sending
-    expected_ms: float
-    """What the table expects of its all-reduce by itself."""
+    expected_ms: float | None
+    """What the table expects of its all-reduce by itself; None if `switch_mb` took one that the table does not have."""
     exactness: str
     """How the mean compares with that of plain DDP, in one of a few fixed phrases."""
     form: str = "dense"
@@ -177,7 +179,7 @@ class CommPlan:
         rows = []
         for bucket in self.fusion.buckets if self.fusion is not None else ():
             sending = self.send(bucket.numel, bucket.dtype)
-            expected_ms = self.table.expected_ms(sending.num_bytes)[sending.algorithm.name]
+            expected_ms = self.table.expected_ms(sending.num_bytes).get(sending.algorithm.name)
             rows.append(PlanRow(bucket, sending, expected_ms, self._exactness(bucket.dtype)))
         return tuple(rows)
 
@@ -203,13 +205,21 @@ class CommPlan:
             f"{self.table.summary()}"
         )
 
-    def explain(self) -> str:
-        """The plan as a table for people, a line a bucket."""
+    def explain(self, most_rows: int | None = None) -> str:
+        """The plan as a table for people, a line a bucket.
+
+        Of more than `most_rows` buckets only the first and the last ones are shown, and a line says how many are left
+        out between them.
+        """
         if not self.rows:
             return "DDP cuts the buckets by itself"
+        num_left_out = 0 if most_rows is None else max(0, len(self.rows) - most_rows)
+        num_first = (len(self.rows) - num_left_out) // 2
         head = ("", "what", "tensors", "on the wire", "form", "all-reduce", "expected", "exactness")
         lines = [head]
         for index, row in enumerate(self.rows):
+            if num_first <= index < num_first + num_left_out:
+                continue
             pieces = f" in {len(row.sending.numels)} pieces" if len(row.sending.numels) > 1 else ""
             lines.append(
                 (
@@ -219,12 +229,15 @@ class CommPlan:
                     readable_size(row.sending.num_bytes),
                     row.form,
                     f"{row.sending.algorithm.name}{pieces}",
-                    f"{row.expected_ms:.2f} ms",
+                    "" if row.expected_ms is None else f"{row.expected_ms:.2f} ms",
                     row.exactness,
                 )
             )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        if num_left_out:
+            texts.insert(1 + num_first, f"... {plural(num_left_out, 'bucket')} left out")
+        return "\n".join(texts)
 
 
 def _short_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.models import build_model
-from lightning_fourmin.simulate.roofline import UNFIT
+from lightning_fourmin.simulate.layer_profile import ARGUMENT_ERRORS
 
 
 def named_model(name: str, num_classes: int, model_options: dict[str, Any] | None) -> nn.Module:
@@ -16,7 +16,7 @@ def named_model(name: str, num_classes: int, model_options: dict[str, Any] | Non
         return build_model(name, num_classes, **(model_options or {}))
     except ValueError as error:
         raise PlanError(str(error)) from error
-    except UNFIT as error:
+    except ARGUMENT_ERRORS as error:
         raise PlanError(f"model={name} cannot be made with model.model_options ({error})") from error
 
 
@@ -32,7 +32,7 @@ def own_module(module: str, module_options: dict[str, Any] | None, hint: str = "
         ) from error
     try:
         made = made_by(**(module_options or {}))
-    except UNFIT as error:
+    except ARGUMENT_ERRORS as error:
         raise PlanError(f"module={module} cannot be made with module_options ({error}){hint}") from error
     if not isinstance(made, nn.Module):
         raise PlanError(f"module={module} makes a {type(made).__name__}, not a torch.nn.Module")
@@ -49,8 +49,3 @@ def sample_shape(
         raise PlanError("input_shape is not given: module needs the shape of one sample, input_shape=[3,224,224] say")
     side = int(getattr(net, "image_size", image_size or 224))
     return [3, side, side]
-
-
-def unfit_input(module: nn.Module, shape: list[int], error: Exception) -> PlanError:
-    """The error for a net that fails on a sample of this shape."""
-    return PlanError(f"{type(module).__name__} cannot be trained with an input of {shape} ({error}): check input_shape")

@@ -83,7 +83,7 @@ class BucketRecord:
             row.form,
             sending.algorithm.name,
             len(sending.numels),
-            round(row.expected_ms, 4),
+            None if row.expected_ms is None else round(row.expected_ms, 4),
             row.exactness,
         )
 

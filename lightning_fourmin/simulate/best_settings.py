@@ -1,4 +1,4 @@
-"""Which settings a scenario would be fastest with, and what holds it back."""
+"""The settings that a scenario would be fastest with, found by trying, and the bottleneck of its step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,13 +11,14 @@ from lightning_fourmin.allreduce.table import CHUNK_BYTES
 from lightning_fourmin.simulate.scenario import Scenario
 from lightning_fourmin.simulate.stragglers import Stragglers
 
+# The values that are tried.
 FUSION_MB = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 CHUNK_MB = (CHUNK_BYTES / MIB, 4.0, 16.0, 64.0)
 SWITCH_MB = tuple(4.0**power / 1024 for power in range(9))
-"""1 KiB to 64 MiB."""
-HIDDEN = 0.01
-"""Exposed time below this share of a step is not worth a word on links."""
-NO_TIME = Link(0.0, 0.0)
+"""Switch sizes of the paper's hybrid, 1 KiB to 64 MiB."""
+SMALL_SHARE = 0.01
+"""If communication adds less than this share to a step, the bottleneck is compute, whatever the links are like."""
+FREE_LINK = Link(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,25 @@ class Best:
     """The fastest settings of a scenario on the ranks that it has."""
 
     algorithm: str
-    """`hybrid` chooses by table."""
+    """One algorithm, or `hybrid` for the choice of the table."""
     fusion_mb: float
     chunk_mb: float
-    """Pieces of large buckets, where the algorithm has phases that could overlap."""
+    """The size of the pieces that large buckets go in, if the algorithm has phases that could overlap."""
     step_ms: float
     switch_mb: float
-    """Of the paper's hybrid (hierarchical up to this size, ring above) with the same fusion and pieces."""
+    """The best switch of the paper's hybrid (hierarchical up to this size, ring above) with that fusion and those
+    pieces."""
     switch_step_ms: float
+    """The step with that switch."""
     by_algorithm: dict[str, float]
-    """Milliseconds of a step, each with its best fusion and pieces."""
+    """The milliseconds of a step by algorithm, each with the fusion and pieces that are best for it."""
 
 
 def best_settings(scenario: Scenario) -> Best:
+    """Simulates the scenario with every algorithm, fusion threshold and size of pieces, and names the fastest.
+
+    Algorithms that are only predicted are in the comparison, but never the recommendation.
+    """
     plain = replace(scenario, switch_mb=None)
     names = (HYBRID, *usable_algorithms(scenario.plan.topology), *PREDICTED)
     by_algorithm = {
@@ -64,16 +71,16 @@ def best_settings(scenario: Scenario) -> Best:
 
 
 def _fastest(scenarios: Iterable[Scenario]) -> Scenario:
-    """The first of the fastest."""
+    """The fastest scenario; of equally fast ones the first."""
     return min(scenarios, key=lambda scenario: scenario.step.step_s)
 
 
 def bottleneck(scenario: Scenario) -> str:
-    """One sentence: what of the step would go away with which link, found by taking each away."""
+    """A sentence that names what slows the step most: whatever would save most if it took no time."""
     now = scenario.prediction
     if scenario.num_ranks == 1:
         return f"Bottleneck: compute; one rank does not communicate in its {now.step_ms:.1f} ms."
-    if now.exposed_ms < HIDDEN * now.step_ms:
+    if now.exposed_ms < SMALL_SHARE * now.step_ms:
         return (
             f"Bottleneck: compute, {now.compute_ms:.1f} of {now.step_ms:.1f} ms; communication takes {now.comm_ms:.1f} "
             "ms, nearly all of it behind backward."
@@ -82,7 +89,7 @@ def bottleneck(scenario: Scenario) -> str:
     what_if = {
         "latency between nodes": _with_links(scenario, replace(links, between=Link(0.0, links.between.s_per_byte))),
         "bandwidth between nodes": _with_links(scenario, replace(links, between=Link(links.between.latency_s, 0.0))),
-        "the links inside a node": _with_links(scenario, replace(links, inside=NO_TIME, inside_backend=NO_TIME)),
+        "the links inside a node": _with_links(scenario, replace(links, inside=FREE_LINK, inside_backend=FREE_LINK)),
         "the cores that communication shares with compute": replace(
             scenario, cluster=replace(scenario.cluster, host=None)
         ),
@@ -97,5 +104,5 @@ def bottleneck(scenario: Scenario) -> str:
 
 
 def _with_links(scenario: Scenario, links: Links) -> Scenario:
-    """The same scenario, decided by the same table: only times change."""
+    """The scenario with other links. It keeps its table, so only times change, and not what is chosen."""
     return replace(scenario, cluster=replace(scenario.cluster, links=links), measured=scenario.plan.table)

@@ -3,6 +3,8 @@
 forward    |conv1 conv2 fc |
 backward                   |fc |conv2 |conv1 |
 ready                          ^      ^      ^      what tensor fusion and the simulator wait for
+
+A profile is measured with `measure_profile`, or computed from FLOPs and bytes (`roofline.py`).
 """
 
 import copy
@@ -20,6 +22,9 @@ from lightning_fourmin.errors import PlanError
 from lightning_fourmin.tune.step_trial import sum_of
 
 NUM_WARMUP = 2
+"""The first steps of a measurement, which do not count."""
+ARGUMENT_ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
+"""What a module raises whose constructor or forward gets arguments that it is not for."""
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -28,38 +33,40 @@ _Mark = TypeVar("_Mark")
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient; name and bytes are those of the fusion plan."""
+    """The gradient of a parameter, with the name and the bytes that it has in the fusion plan."""
 
     name: str
     num_bytes: int
     ready_s: float
-    """After the start of backward."""
+    """Seconds from the start of backward until the gradient is there."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Times of one step of one rank without communication; gradients in the order of readiness."""
+    """The times of one step of one rank without communication."""
 
     gradients: tuple[Gradient, ...]
+    """In the order in which backward has them ready."""
     forward_s: float
     backward_s: float
     update_s: float
-    """The optimizer's step, and whatever else lies between the last gradient and the next forward."""
+    """The time of the optimizer's step, and of whatever else lies between the last gradient and the next forward."""
     batch_size: int
     source: str
     """Where the times come from, for people."""
 
     @property
     def compute_s(self) -> float:
+        """The length of the step."""
         return self.forward_s + self.backward_s + self.update_s
 
     @property
     def samples_per_s(self) -> float:
-        """S of T = S * N * e."""
+        """The throughput of the rank: S of T = S * N * e."""
         return self.batch_size / self.compute_s
 
     def scaled(self, factor: float) -> "Profile":
-        """The same step, every time multiplied."""
+        """The same step with every time multiplied by a factor."""
         return replace(
             self,
             gradients=tuple(replace(one, ready_s=factor * one.ready_s) for one in self.gradients),
@@ -71,12 +78,16 @@ class Profile:
 
 @dataclass
 class Marks(Generic[_Mark]):
-    """Points in a step, as a clock gives them."""
+    """Points in time of one step, as a clock gives them."""
 
     start: _Mark
+    """When forward begins."""
     backward: _Mark
+    """When backward begins."""
     gradients: list[tuple[str, _Mark]]
+    """When each gradient is ready, by the name of its parameter."""
     end: _Mark
+    """When backward is over."""
 
 
 def measure_profile(
@@ -87,13 +98,14 @@ def measure_profile(
     repetitions: int = 5,
     before_step: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Medians over steps of a copy of `module` on its own device; `module` and the random state stay untouched.
+    """The profile of `module` on its own device: medians over several steps.
 
-    Without `loss` the sum of all outputs is differentiated; without `optimizer` the update takes no time. Where ranks
-    share cores, a barrier as `before_step` makes them compete as they do in training.
+    A copy is trained, so `module` and the random state stay as they are. Without `loss` the sum of all outputs is
+    differentiated; without `optimizer` the update takes no time. Where ranks share cores, a barrier as `before_step`
+    makes them compete for the cores as they do in training.
     """
-    twin = copy.deepcopy(module).train()
-    parameters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+    replica = copy.deepcopy(module).train()
+    parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     device = parameters[0].device.type if parameters else "cpu"
     optimize = None if optimizer is None or not parameters else optimizer(parameters)
 
@@ -102,14 +114,13 @@ def measure_profile(
             timed = []
             for _ in range(NUM_WARMUP + repetitions):
                 before_step()
-                timed.append(_timed_step(twin, inputs, loss, optimize, clock))
+                timed.append(_timed_step(replica, inputs, loss, optimize, clock))
             return timed
 
     timed = (steps(_CudaClock()) if device == "cuda" else steps(_HostClock()))[NUM_WARMUP:]
     update_s = statistics.median(took for _, took in timed)
-    return profile_of(
-        [marks for marks, _ in timed], update_s, twin, batch_size_of(inputs), f"measured on {device}, n={repetitions}"
-    )
+    source = f"measured on {device}, n={repetitions}"
+    return profile_of([marks for marks, _ in timed], update_s, replica, batch_size_of(inputs), source)
 
 
 def _timed_step(
@@ -119,7 +130,7 @@ def _timed_step(
     optimizer: torch.optim.Optimizer | None,
     clock: "Clock[_Mark]",
 ) -> tuple[Marks[float], float]:
-    """The marks of a step in seconds, and the seconds of its update."""
+    """The marks of a step in seconds after its start, and the seconds of its update."""
     marks = record(module, inputs, loss, clock.mark)
     if optimizer is not None:
         optimizer.step()
@@ -138,7 +149,7 @@ def record(
 ) -> Marks[_Mark]:
     """Runs forward and backward once and marks when each gradient is ready."""
     gradients: list[tuple[str, _Mark]] = []
-    with _hooks(module, lambda name: gradients.append((name, mark()))):
+    with _ready_hooks(module, lambda name: gradients.append((name, mark()))):
         start = mark()
         output = module(*([inputs] if isinstance(inputs, Tensor) else inputs))
         total = sum_of(output) if loss is None else loss(output)
@@ -150,7 +161,7 @@ def record(
 def profile_of(
     steps: Sequence[Marks[float]], update_s: float, module: nn.Module, batch_size: int, source: str
 ) -> Profile:
-    """Medians of several recorded steps whose marks are seconds."""
+    """The profile that several recorded steps give: the medians of their marks, which are seconds."""
     num_bytes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
     missing = sorted(num_bytes.keys() - {name for name, _ in steps[0].gradients})
     if missing or not num_bytes:
@@ -178,7 +189,8 @@ def profile_of(
 
 
 @contextmanager
-def _hooks(module: nn.Module, is_ready: Callable[[str], object]) -> Iterator[None]:
+def _ready_hooks(module: nn.Module, is_ready: Callable[[str], object]) -> Iterator[None]:
+    """Calls `is_ready` with the name of a parameter as soon as backward has its gradient."""
     handles = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -190,7 +202,15 @@ def _hooks(module: nn.Module, is_ready: Callable[[str], object]) -> Iterator[Non
             handle.remove()
 
 
+def input_error(module: nn.Module, sample_shape: Sequence[int], error: Exception) -> PlanError:
+    """The error for an input that a module cannot be trained with; `error` is what the module raised."""
+    return PlanError(
+        f"{type(module).__name__} cannot be trained with an input of {list(sample_shape)} ({error}): check input_shape"
+    )
+
+
 def batch_size_of(inputs: Tensor | Sequence[Any]) -> int:
+    """The number of samples in a batch: the length of its first tensor."""
     first = inputs if isinstance(inputs, Tensor) else next(value for value in inputs if isinstance(value, Tensor))
     return len(first)
 
@@ -198,12 +218,17 @@ def batch_size_of(inputs: Tensor | Sequence[Any]) -> int:
 class Clock(Protocol[_Mark]):
     """Marks points in time; the seconds between two are known once both have passed."""
 
-    def mark(self) -> _Mark: ...
-    def between(self, start: _Mark, end: _Mark) -> float: ...
+    def mark(self) -> _Mark:
+        """Marks the current point in time."""
+        ...
+
+    def between(self, start: _Mark, end: _Mark) -> float:
+        """The seconds between two marks."""
+        ...
 
 
 class _HostClock:
-    """For CPU, where an operation is done when it returns."""
+    """The clock for CPU, where an operation is done when it returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -213,7 +238,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Events on the stream: the host runs ahead of the device, and is not made to wait while a step runs."""
+    """The clock for CUDA: events on the stream, so that the host, which runs ahead of the device, need not wait."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,12 +1,17 @@
-"""What the parts of a step compete for: links, the gaps that others leave on a link, and cores."""
+"""What the parts of a step compete for: links, the gaps that other phases leave on a link, and cores.
+
+All times are seconds from the start of the step.
+"""
 
 
 class Wire:
-    """A link that carries one phase at a time, in the order in which they are given."""
+    """A link that carries one phase at a time, in the order of the calls of `carry`."""
 
     def __init__(self) -> None:
         self.free_s = 0.0
+        """When the last phase is over."""
         self.busy: list[tuple[float, float]] = []
+        """Start and end of each phase, in order."""
 
     def carry(self, at_s: float, took_s: float) -> tuple[float, float]:
         """Start and end of a phase that is ready at `at_s`."""
@@ -17,13 +22,13 @@ class Wire:
 
 
 class Gaps:
-    """What is left of a link between the phases that it carries first."""
+    """What is left of a link between the phases that it carries already. They take precedence."""
 
     def __init__(self, wire: Wire) -> None:
         self._busy, self._next, self._free_s = wire.busy, 0, 0.0
 
     def carry(self, at_s: float, took_s: float) -> tuple[float, float]:
-        """Start and end of a phase that is ready at `at_s`, interrupted as often as needed."""
+        """Start and end of a phase that is ready at `at_s`. Phases that take precedence interrupt it."""
         now_s = max(at_s, self._free_s)
         begun_s: float | None = None
         while self._next < len(self._busy):
@@ -32,6 +37,7 @@ class Gaps:
                 if now_s + took_s <= busy_from_s:
                     break
                 if busy_from_s > now_s:
+                    # A part of the phase fits into this gap.
                     begun_s = now_s if begun_s is None else begun_s
                     took_s -= busy_from_s - now_s
                 now_s = busy_to_s
@@ -45,16 +51,18 @@ class Cores:
 
     def __init__(self) -> None:
         self._now_s = self._done_s = 0.0
+        """A point in time, and the seconds of the step's own work that are done by then."""
         self._shares: list[tuple[float, float, float]] = []
+        """Start and end of what is served, and the share of the cores that it takes."""
         self._next = 0
 
     def serve(self, start_s: float, end_s: float, work_s: float) -> None:
-        """Communication takes `work_s` of the time between `start_s` and `end_s`, at most all of it."""
+        """Lets communication take `work_s` of the time between `start_s` and `end_s`, at most all of it."""
         if end_s > start_s:
             self._shares.append((start_s, end_s, min(1.0, work_s / (end_s - start_s))))
 
     def reach(self, work_s: float) -> float:
-        """When so much of the step's own work is done; later calls ask for more."""
+        """When `work_s` seconds of the step's own work are done. Later calls ask for more work, never for less."""
         while self._next < len(self._shares) and self._done_s < work_s:
             start_s, end_s, share = self._shares[self._next]
             free_s = max(0.0, start_s - self._now_s)

@@ -1,4 +1,4 @@
-"""Everything that is said about a scenario, as data, as text, as a picture and as a Chrome trace."""
+"""The answer of `fourmin plan`: as text, as JSON, as a picture and as a Chrome trace."""
 
 import json
 from collections.abc import Sequence
@@ -6,38 +6,52 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_fourmin.allreduce.plan import SHORT_ROWS, PlanRow
 from lightning_fourmin.files import write_whole
 from lightning_fourmin.simulate.best_settings import Best, best_settings, bottleneck
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.scenario import Prediction, Scenario, Training, scaling_curve, techniques, train
+from lightning_fourmin.simulate.scenario import (
+    Prediction,
+    Scenario,
+    TrainingTime,
+    scaling_curve,
+    techniques,
+    training_time,
+)
 from lightning_fourmin.simulate.step import Span
+from lightning_fourmin.text import dtype_name
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What `fourmin plan` answers."""
+class SimulationResult:
+    """What was simulated for a scenario, and for variations of it."""
 
     scenario: Scenario
     prediction: Prediction
-    training: Training
+    training: TrainingTime
     best: Best
     curves: dict[str, list[Prediction]]
-    """1, 2, 4 ... ranks: with all techniques, without each, with none."""
+    """Predictions for 1, 2, 4 ... ranks: with all of the paper's techniques, without each, and with none."""
     bottleneck: str
+    """What slows the step most, in a sentence."""
 
     @classmethod
-    def of(cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int) -> "Outlook":
+    def of(
+        cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int
+    ) -> "SimulationResult":
+        """Simulates the scenario and all variations; `fp32_profile` is for those without FP16."""
         variants = techniques(scenario, fp32_profile)
         return cls(
             scenario,
             scenario.prediction,
-            train(scenario, epochs, num_samples),
+            training_time(scenario, epochs, num_samples),
             best_settings(scenario),
             {name: scaling_curve(variant, most_ranks) for name, variant in variants.items()},
             bottleneck(scenario),
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """The content of plan.json."""
         plan, profile = self.scenario.plan, self.scenario.profile
         return {
             "format": 1,
@@ -46,9 +60,10 @@ class Outlook:
             "batch_size": profile.batch_size,
             "layer_times": profile.source,
             "fusion_mb": self.scenario.used_fusion_mb,
-            "wire_dtype": str(self.scenario.wire_dtype).removeprefix("torch."),
+            "wire_dtype": dtype_name(self.scenario.wire_dtype),
             "algorithm": self.scenario.algorithm,
             "table": plan.table.summary(),
+            "rows": [_as_dict(row) for row in plan.rows],
             "prediction": asdict(self.prediction),
             "training": asdict(self.training),
             "best": asdict(self.best),
@@ -59,7 +74,7 @@ class Outlook:
     def __str__(self) -> str:
         now, plan, best = self.prediction, self.scenario.plan, self.best
         hours, num_steps = self.training.hours, self.training.num_steps
-        wire = str(self.scenario.wire_dtype).removeprefix("torch.")
+        wire = dtype_name(self.scenario.wire_dtype)
         lines = [
             f"{self.scenario.cluster.name}: {plan.topology}; batch {self.scenario.profile.batch_size} a rank",
             f"layer times   {self.scenario.profile.source}",
@@ -74,6 +89,8 @@ class Outlook:
             f"with switch_mb={best.switch_mb:g}: {best.switch_step_ms:.1f} ms",
             "by algorithm  " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.by_algorithm.items()),
             "",
+            plan.explain(SHORT_ROWS),
+            "",
             "   ranks" + "".join(f"{name:>16}" for name in self.curves) + "   (efficiency)",
         ]
         for points in zip(*self.curves.values(), strict=True):
@@ -81,7 +98,7 @@ class Outlook:
         return "\n".join([*lines, "", self.bottleneck])
 
     def write(self, folder: Path) -> None:
-        """plan.json, trace.json (opens in Perfetto) and plan.svg, each complete or not at all."""
+        """Writes plan.json, trace.json (for Perfetto) and plan.svg into a folder, each complete or not at all."""
         from lightning_fourmin.simulate.picture import draw
 
         write_whole(folder / "plan.json", json.dumps(self.as_dict(), indent=1) + "\n")
@@ -90,8 +107,28 @@ class Outlook:
         write_whole(folder / "plan.svg", draw(self.scenario, self.curves))
 
 
+def _as_dict(row: PlanRow) -> dict[str, Any]:
+    """A row of the plan for JSON, with the names that it has in the record of a run."""
+    bucket, sending = row.bucket, row.sending
+    return {
+        "num_tensors": len(bucket.names),
+        "num_bytes": bucket.num_bytes,
+        "dtype": dtype_name(bucket.dtype),
+        "first": bucket.names[0],
+        "last": bucket.names[-1],
+        "wire_bytes": sending.num_bytes,
+        "wire_dtype": dtype_name(sending.wire_dtype),
+        "form": row.form,
+        "update": row.update,
+        "algorithm": sending.algorithm.name,
+        "num_pieces": len(sending.numels),
+        "expected_ms": None if row.expected_ms is None else round(row.expected_ms, 4),
+        "exactness": row.exactness,
+    }
+
+
 def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """Events as those of a measured trace, for the one rank that stands for all."""
+    """The spans of the one rank that stands for all, as the events that a measured trace has, too."""
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "every rank (predicted)"}}

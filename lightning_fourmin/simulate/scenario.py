@@ -1,4 +1,7 @@
-"""A scenario: a model on a cluster with the settings of the strategy; what it predicts, and variations of it."""
+"""A scenario: a net on a cluster with the settings of the strategy. It predicts a step, and variations are compared.
+
+Scenario  --plan-->  CommPlan, as the strategy would decide it  --step-->  Step, simulated  --prediction-->  T = S N e
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +17,7 @@ from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.cluster import Cluster
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.step import Step, Wires
+from lightning_fourmin.simulate.step import CommCosts, Step
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with
 
 EVERY_GRADIENT_ALONE_MB = 1e-9
@@ -28,16 +31,20 @@ class Prediction:
     S: float
     """Samples a second of one rank without communication."""
     N: int
+    """Ranks."""
     e: float
+    """The efficiency: T as a share of S * N."""
     T: float
+    """Samples a second of all ranks."""
     step_ms: float
     compute_ms: float
     comm_ms: float
-    """With at least one bucket under way."""
+    """Time with at least one bucket in flight."""
     exposed_ms: float
+    """What communication adds to the step."""
     num_buckets: int
     algorithms: tuple[str, ...]
-    """Those that the buckets take."""
+    """The algorithms of all buckets, by name."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +56,25 @@ class Scenario:
     cluster: Cluster = field(repr=False)
     num_ranks: int
     fusion_mb: float | None = None
-    """None: the strategy's default for the topology."""
+    """The fusion threshold; None takes that of the measured table, or the strategy's default for the topology."""
     algorithm: str = "hybrid"
     group_size: int | None = None
     switch_mb: float | None = None
     chunk_bytes: int | None = None
-    """Larger buckets go in pieces of about this size; None: what the table says."""
+    """Larger buckets go in pieces of about this size; None takes the size that the table says."""
     wire_dtype: torch.dtype = torch.float32
     stragglers: Stragglers = field(default_factory=Stragglers)
     measured: AllReduceTable | None = field(default=None, repr=False)
-    """Takes the place of the cost model for the topology and the algorithms that it knows."""
+    """A table of `fourmin tune`, used instead of the cost model if it is of this topology and has the algorithm."""
 
     @property
     def topology(self) -> Topology:
+        """The ranks in their groups."""
         return self.cluster.topology(self.num_ranks, self.group_size)
 
     @property
     def used_fusion_mb(self) -> float:
-        """The fusion threshold: as given, as `fourmin tune` found it best, or the strategy's default."""
+        """The fusion threshold in MiB: the given one, else that of the measured table, else the strategy's default."""
         if self.fusion_mb is not None:
             return self.fusion_mb
         return self._table().fusion_mb or default_fusion_mb(self.topology, self.cluster.backend)
@@ -79,7 +87,8 @@ class Scenario:
             table = replace(table, chunk_bytes=self.chunk_bytes)
         try:
             options = CommOptions(
-                # A table of predicted algorithms has only those.
+                # The strategy has no option for an algorithm that is only predicted. The table of such a scenario has
+                # just that algorithm, so the table's choice is what is asked for.
                 HYBRID if self.algorithm in PREDICTED else self.algorithm,
                 fusion_mb=max(self.used_fusion_mb, EVERY_GRADIENT_ALONE_MB),
                 switch_mb=self.switch_mb,
@@ -91,6 +100,7 @@ class Scenario:
             raise PlanError(str(error)) from error
 
     def _table(self) -> AllReduceTable:
+        """The measured table where it fits, else that of the cost model with the cluster's links."""
         topology, links, backend = self.topology, self.cluster.links, self.cluster.backend
         if self.algorithm in PREDICTED:
             return AllReduceTable.from_cost_model(topology, backend, links, [self.algorithm])
@@ -100,21 +110,23 @@ class Scenario:
         measured = self.measured
         known = () if measured is None else (HYBRID, *measured.rows[0].milliseconds)
         if measured is not None and measured.topology_key == topology.key and self.algorithm in known:
-            # The groups are those of the scenario.
+            # The groups of the scenario are those of the table already.
             return replace(measured, group_size=None)
         return AllReduceTable.from_cost_model(topology, backend, links)
 
     @property
-    def wires(self) -> Wires:
-        """What the plan is carried out on."""
-        return Wires(self.cluster.links, self.cluster.host)
+    def comm_costs(self) -> CommCosts:
+        """What communication costs on the cluster."""
+        return CommCosts(self.cluster.links, self.cluster.host)
 
     @cached_property
     def step(self) -> Step:
-        return simulate_with(self.stragglers, self.profile, self.plan, self.wires)
+        """The simulated step; with stragglers the mean of several."""
+        return simulate_with(self.stragglers, self.profile, self.plan, self.comm_costs)
 
     @cached_property
     def prediction(self) -> Prediction:
+        """The figures of the simulated step."""
         step, profile = self.step, self.profile
         total = self.stragglers.num_awaited(self.num_ranks) * profile.batch_size / step.step_s
         chosen = {str(span.details["algorithm"]) for span in step.spans if "algorithm" in span.details}
@@ -133,23 +145,26 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How long E epochs take."""
+class TrainingTime:
+    """How long some epochs take."""
 
     epochs: int
     num_steps: int
     hours: float
 
 
-def train(scenario: Scenario, epochs: int, num_samples: int) -> Training:
-    """Whole steps of the global batch; an epoch's remainder goes into the next one."""
+def training_time(scenario: Scenario, epochs: int, num_samples: int) -> TrainingTime:
+    """How long epochs of so many samples take, in whole steps of the global batch.
+
+    The samples that fill no step at the end of an epoch count into the next epoch.
+    """
     batch = scenario.profile.batch_size * scenario.stragglers.num_awaited(scenario.num_ranks)
     num_steps = max(1, round(epochs * num_samples / batch))
-    return Training(epochs, num_steps, num_steps * scenario.step.step_s / 3600)
+    return TrainingTime(epochs, num_steps, num_steps * scenario.step.step_s / 3600)
 
 
 def techniques(scenario: Scenario, fp32_profile: Profile) -> dict[str, Scenario]:
-    """The scenario with all it has, without each of the paper's techniques, and with none."""
+    """The scenario as it is, without each of the paper's techniques, and without all of them."""
     without = {
         "without fusion": replace(scenario, fusion_mb=0.0),
         "without FP16": replace(scenario, profile=fp32_profile, wire_dtype=torch.float32),
@@ -160,7 +175,11 @@ def techniques(scenario: Scenario, fp32_profile: Profile) -> dict[str, Scenario]
 
 
 def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
-    """Predictions for 1, 2, 4 ... ranks; where they do not fill the groups, with what they allow."""
+    """Predictions for 1, 2, 4 ... ranks.
+
+    Few ranks do not allow every setting: groups that are larger than all ranks become the nodes, an algorithm that
+    cannot run becomes the hierarchical one, and at least one rank is waited for.
+    """
     curve = []
     num_ranks = 1
     while num_ranks <= most_ranks:

@@ -1,14 +1,16 @@
-"""Simulates a training step of one rank on the plan that the strategy carries out.
+"""Simulates a training step of one rank with the plan that the engine carries out.
 
     compute    [ forward ][ backward              ][ wait ][ update ]
-    inside         reduce |0 |1 |  |2 |                  broadcasts give way to reduces: |0 |1|..|2 |
+    inside         reduce |0 |1 |  |2 |      broadcasts, in the gaps that reduces leave: |0 |1|..|2 |
     between               scatter |0   |1   |2    |      in the order of the pieces
 
-A bucket is ready with its last gradient and after the bucket before it. Its pieces are those that the engine sends, and
-pass the stages of their algorithm as there; a link carries one phase at a time. All ranks do the same at the same time,
-so one stands for all.
-The order on each link is fixed, so with the same algorithms a faster link never makes a step slower (unless cores
-serve both communication and compute).
+A bucket is ready when its last gradient is, and not before the bucket ahead of it. It is sent in the pieces of the
+plan, and each piece passes the phases of its algorithm one after the other. A link carries one phase at a time. All
+ranks do the same at the same time, so one rank stands for all.
+
+The order of phases on each link is fixed: pieces in their order, and on the link inside a node all reduces before
+broadcasts. That is why with the same algorithms a faster link never makes a step slower (unless cores serve both
+communication and compute).
 """
 
 from collections.abc import Sequence
@@ -23,17 +25,17 @@ from lightning_fourmin.simulate.resources import Cores, Gaps, Wire
 
 
 @dataclass(frozen=True)
-class Wires:
-    """What a plan is carried out on."""
+class CommCosts:
+    """What communication costs on a cluster: on its links, and where ranks are on CPU also on the cores."""
 
     links: Links
     host: Link | None = None
-    """What a piece costs the cores that compute (ranks on CPU); spread over the time that it is between groups."""
+    """What sending a piece takes of the cores that compute, spread over the time that the piece is between groups."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time, in a lane of the trace."""
+    """Something that took time; the trace shows it in a lane."""
 
     lane: str
     name: str
@@ -49,7 +51,7 @@ class Step:
     step_s: float
     compute_s: float
     comm_s: float
-    """Time in which at least one bucket was under way."""
+    """Time in which at least one bucket was in flight."""
     spans: tuple[Span, ...]
 
     @property
@@ -60,18 +62,20 @@ class Step:
 
 @dataclass
 class _Piece:
+    """A piece of a bucket on its way."""
+
     bucket: int
     algorithm: Algorithm
     num_bytes: int
     ready_s: float
     done_s: float
-    """So far."""
+    """When the phases that it has passed so far were over."""
 
 
-def simulate(profile: Profile, plan: CommPlan, wires: Wires) -> Step:
-    """One step without noise."""
+def simulate(profile: Profile, plan: CommPlan, comm_costs: CommCosts) -> Step:
+    """One step in which every rank computes exactly as the profile says."""
     cores = Cores()
-    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, wires, cores)
+    pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, comm_costs, cores)
     ended_s = cores.reach(profile.forward_s + profile.backward_s)
     done_s = max([ended_s, *(piece.done_s for piece in pieces)])
     step_s = done_s + profile.update_s
@@ -84,27 +88,29 @@ def simulate(profile: Profile, plan: CommPlan, wires: Wires) -> Step:
     return Step(step_s, profile.compute_s, comm_s, (*main, *spans))
 
 
-def _communicate(profile: Profile, plan: CommPlan, wires: Wires, cores: Cores) -> tuple[list[_Piece], list[Span]]:
-    """All pieces, carried, and what the links did."""
+def _communicate(
+    profile: Profile, plan: CommPlan, comm_costs: CommCosts, cores: Cores
+) -> tuple[list[_Piece], list[Span]]:
+    """Sends all pieces; gives them with their times, and a span for each phase."""
     done_after_s = {gradient.name: profile.forward_s + gradient.ready_s for gradient in profile.gradients}
-    # Groups that reach over nodes reduce and broadcast on the link between nodes, too.
+    # Groups that span nodes reduce and broadcast on the link between nodes, too, so no phase is inside a node.
     one_link = plan.topology.groups_span_nodes
     inside, between = Wire(), Wire()
     pieces: list[_Piece] = []
     spans: list[Span] = []
-    late: list[tuple[_Piece, PhaseCost]] = []
+    broadcasts: list[tuple[_Piece, PhaseCost]] = []
 
     def carry(piece: _Piece, phase: PhaseCost, link: Wire | Gaps) -> None:
         start_s, piece.done_s = link.carry(piece.done_s, phase.total_s)
         details = {"algorithm": piece.algorithm.name, "bytes": piece.num_bytes}
         spans.append(Span(phase.stage, f"bucket {piece.bucket}", start_s, piece.done_s, details))
-        if phase.stage == "scatter" and wires.host is not None:
-            host_s = wires.host.latency_s + piece.num_bytes * wires.host.s_per_byte
+        if phase.stage == "scatter" and comm_costs.host is not None:
+            host_s = comm_costs.host.latency_s + piece.num_bytes * comm_costs.host.s_per_byte
             cores.serve(start_s, piece.done_s, host_s)
 
     @cache
     def costs(algorithm: Algorithm, num_bytes: int) -> tuple[PhaseCost, ...]:
-        return algorithm.costs(num_bytes, plan.topology, wires.links)
+        return algorithm.costs(num_bytes, plan.topology, comm_costs.links)
 
     for index, row in enumerate(plan.rows):
         ready_s = cores.reach(max(done_after_s[name] for name in row.bucket.names))
@@ -113,17 +119,18 @@ def _communicate(profile: Profile, plan: CommPlan, wires: Wires, cores: Cores) -
             pieces.append(piece)
             for phase in costs(piece.algorithm, num_bytes):
                 if phase.stage == "broadcast" and not one_link:
-                    late.append((piece, phase))
+                    broadcasts.append((piece, phase))
                 else:
                     carry(piece, phase, inside if phase.stage == "reduce" and not one_link else between)
+    # Only now are all reduces in their places, and the gaps between them known.
     gaps = Gaps(inside)
-    for piece, phase in late:
+    for piece, phase in broadcasts:
         carry(piece, phase, gaps)
     return pieces, spans
 
 
 def _union_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Length of what intervals cover together; they begin in order."""
+    """The length of the union of some intervals, which are sorted by their starts."""
     total_s, covered_s = 0.0, 0.0
     for start_s, end_s in intervals:
         if end_s > covered_s:

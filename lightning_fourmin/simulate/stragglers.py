@@ -1,7 +1,8 @@
-"""Slow ranks: every step waits for the slowest, or with backup workers for the slowest that is still waited for.
+"""Slow ranks: every step waits for the slowest rank, or with b backup workers for the (N-b)th of N ranks.
 
-One draw a step stands for all ranks: of N uniform numbers the (N-b)th smallest is Beta(N-b, b+1) distributed, and the
-pace of that rank is its quantile. So a step of 2048 ranks costs as much as one of two.
+One random number a step stands for all ranks: of N uniform random numbers the (N-b)th smallest is Beta(N-b, b+1)
+distributed, and the quantile of that number is the pace of the rank. So a step of 2048 ranks costs as much to simulate
+as one of two.
 """
 
 import random
@@ -11,19 +12,20 @@ from dataclasses import dataclass, replace
 from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Profile
-from lightning_fourmin.simulate.step import Step, Wires, simulate
+from lightning_fourmin.simulate.step import CommCosts, Step, simulate
 
 NUM_STEPS = 25
+"""Steps that the mean is taken over."""
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """How the compute time of ranks scatters around the profile's, anew in each step."""
+    """How the compute time of ranks differs from that of the profile, in each step anew."""
 
     jitter: float = 0.0
     """Standard deviation of a rank's compute time, as a share of it."""
     probability: float = 0.0
-    """That a rank is slow in a step."""
+    """The probability that a rank is slow in a step."""
     slowdown: float = 1.0
     """How many times longer a slow rank computes."""
     num_backups: int = 0
@@ -38,11 +40,12 @@ class Stragglers:
             )
 
     @property
-    def none(self) -> bool:
+    def have_no_effect(self) -> bool:
+        """Whether all ranks compute as fast as the profile says."""
         return self.jitter == 0 and (self.probability == 0 or self.slowdown == 1)
 
     def num_awaited(self, num_ranks: int) -> int:
-        """Ranks whose gradients count."""
+        """The number of ranks whose gradients count."""
         if self.num_backups >= num_ranks:
             raise PlanError(
                 f"num_backups={self.num_backups} leaves no rank of {num_ranks} to wait for: choose a smaller number"
@@ -50,12 +53,12 @@ class Stragglers:
         return num_ranks - self.num_backups
 
     def paces(self, num_ranks: int, num_steps: int = NUM_STEPS) -> list[float]:
-        """How many times longer than the profile's the awaited ranks compute, step by step."""
+        """How many times longer than the profile says the last awaited rank computes, for each of some steps."""
         draw, awaited = random.Random(self.seed), self.num_awaited(num_ranks)
         return [self._quantile(draw.betavariate(awaited, self.num_backups + 1)) for _ in range(num_steps)]
 
     def _quantile(self, share: float) -> float:
-        """The pace that this share of ranks stays below."""
+        """The pace that this share of ranks does not exceed, by bisection of the distribution of paces."""
         usual_share = 1 - self.probability
         if self.jitter == 0:
             return 1.0 if share <= usual_share else self.slowdown
@@ -68,12 +71,15 @@ class Stragglers:
         return high
 
 
-def simulate_with(stragglers: Stragglers, profile: Profile, plan: CommPlan, wires: Wires) -> Step:
-    """A step of mean length; its compute is that of a rank without noise, so waits for others are exposed time."""
-    if stragglers.none or plan.topology.world_size == 1:
-        return simulate(profile, plan, wires)
+def simulate_with(stragglers: Stragglers, profile: Profile, plan: CommPlan, comm_costs: CommCosts) -> Step:
+    """A step of the mean length over several steps with stragglers.
+
+    Its compute time is that of the profile, so what ranks wait for each other counts as exposed time.
+    """
+    if stragglers.have_no_effect or plan.topology.world_size == 1:
+        return simulate(profile, plan, comm_costs)
     paces = stragglers.paces(plan.topology.world_size)
-    steps = {pace: simulate(profile.scaled(pace), plan, wires) for pace in set(paces)}
+    steps = {pace: simulate(profile.scaled(pace), plan, comm_costs) for pace in set(paces)}
     mean_s = statistics.fmean(steps[pace].step_s for pace in paces)
     typical = min(steps.values(), key=lambda step: abs(step.step_s - mean_s))
     return replace(typical, step_s=mean_s, compute_s=profile.compute_s)

@@ -1,4 +1,7 @@
-"""`fourmin tune model=...`: which fusion threshold and which all-reduce a net trains fastest with, by real steps."""
+"""`fourmin tune model=...`: which fusion threshold and which all-reduce a net trains fastest with, by real steps.
+
+table  --candidates-->  a few plans  --StepTrial-->  ms a step with each  -->  table with the best settings
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fourmin.allreduce.measure_table import Progress
-from lightning_fourmin.allreduce.plan import HYBRID, CommOptions, CommPlan
-from lightning_fourmin.allreduce.process_groups import ProcessGroups, broadcast_object
+from lightning_fourmin.allreduce.plan import HYBRID, SHORT_ROWS, CommOptions, CommPlan
+from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.text import plural
@@ -18,30 +21,10 @@ from lightning_fourmin.tune.step_trial import StepTimes, StepTrial, sum_of
 from lightning_fourmin.tune.verdict import sentence_for
 
 THRESHOLDS = (1.0, 0.25, 4.0)
-"""Fusion thresholds that are tried, as multiples of the default."""
+"""The fusion thresholds that are tried, as multiples of the default."""
 
-Bar = Callable[[str], AbstractContextManager[Progress]]
-"""Shows progress of what it is told."""
-
-
-def candidates(
-    options: CommOptions, topology: Topology, table: AllReduceTable, parameters: "Named"
-) -> list["Candidate"]:
-    """The plans to try: some thresholds by the table, and each single algorithm at the default threshold.
-
-    A plan that sends the same pieces by the same algorithms as one before it is left out.
-    """
-    default_mb = default_fusion_mb(table.groups_of(topology), table.backend)
-    tried = [replace(options, fusion_mb=factor * default_mb) for factor in THRESHOLDS]
-    tried += [replace(options, fusion_mb=default_mb, algorithm=name) for name in table.rows[0].milliseconds]
-    different: dict[tuple[object, ...], Candidate] = {}
-    for settings in tried:
-        plan = CommPlan.decide(settings, topology, table.backend, table, parameters)
-        different.setdefault(tuple(row.sending for row in plan.rows), Candidate(settings, plan))
-    return list(different.values())
-
-
-Named = Sequence[tuple[str, nn.Parameter]]
+ShowProgress = Callable[[str], AbstractContextManager[Progress]]
+"""Shows a progress bar with a title, and gives the function that fills it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +45,26 @@ class Candidate:
         return replace(table, fusion_mb=self.options.fusion_mb, algorithm=algorithm)
 
 
+def candidates(
+    options: CommOptions,
+    topology: Topology,
+    table: AllReduceTable,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+) -> list[Candidate]:
+    """The plans to try: some thresholds by the table, and each single algorithm at the default threshold.
+
+    A plan that sends the same pieces by the same algorithms as one before it is left out.
+    """
+    default_mb = default_fusion_mb(table.groups_of(topology), table.backend)
+    tried = [replace(options, fusion_mb=factor * default_mb) for factor in THRESHOLDS]
+    tried += [replace(options, fusion_mb=default_mb, algorithm=name) for name in table.rows[0].milliseconds]
+    different: dict[tuple[object, ...], Candidate] = {}
+    for settings in tried:
+        plan = CommPlan.decide(settings, topology, table.backend, table, parameters)
+        different.setdefault(tuple(row.sending for row in plan.rows), Candidate(settings, plan))
+    return list(different.values())
+
+
 def tune_net(
     net: nn.Module,
     inputs: Tensor,
@@ -69,12 +72,15 @@ def tune_net(
     table: AllReduceTable,
     groups: ProcessGroups,
     options: CommOptions,
-    bar: Bar,
+    show_progress: ShowProgress,
     budget_s: float,
 ) -> tuple[AllReduceTable, list[str]]:
-    """The table with the settings that train the net fastest, and lines that tell what was found; a collective call."""
+    """The table with the settings that train the net fastest, and what was found, in lines; a collective call.
+
+    The last line is the sentence on whether fourmin helps.
+    """
     parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    # A step costs what it costs at any rate; at this one the weights stay, so no loss can make them infinite.
+    # A step takes as long at any rate. At a rate of 0 the weights stay, so no loss can become infinite.
     optimizer = torch.optim.SGD([parameter for _, parameter in parameters], lr=0.0, momentum=0.9)
 
     def step(wrapped: nn.Module, batch: Tensor) -> None:
@@ -83,18 +89,16 @@ def tune_net(
         optimizer.step()
 
     tried = candidates(options, topology, table, parameters)
-    with bar("measuring steps") as progress:
+    with show_progress("measuring steps") as progress:
         times = StepTrial(net, inputs, step, groups).measure([one.plan for one in tried], budget_s, progress)
-    # Ranks have measured the same steps, but each with its own clock.
-    times = broadcast_object(times)
     medians = [statistics.median(ms) for ms in times.planned_ms]
     best_ms, best = min(zip(medians, tried, strict=True), key=lambda pair: pair[0])
-    ddp_ms, silent_ms = statistics.median(times.ddp_ms), statistics.median(times.silent_ms)
-    gain = sentence_for(ddp_ms, best_ms, silent_ms, str(best))
-    return best.found_in(table), [*_lines(times, tried), f"fastest: {best}", gain]
+    ddp_ms, compute_ms = statistics.median(times.ddp_ms), statistics.median(times.compute_ms)
+    gain = sentence_for(ddp_ms, best_ms, compute_ms, str(best))
+    return best.found_in(table), [*_lines(times, tried), f"fastest: {best}", best.plan.explain(SHORT_ROWS), gain]
 
 
 def _lines(times: StepTimes, tried: Sequence[Candidate]) -> list[str]:
-    rows = [(times.silent_ms, "without communication"), (times.ddp_ms, "ddp")]
+    rows = [(times.compute_ms, "without communication"), (times.ddp_ms, "ddp")]
     rows += [(ms, str(one)) for ms, one in zip(times.planned_ms, tried, strict=True)]
     return ["steps:", *(f"{statistics.median(ms):10.1f} ms  n={len(ms)}  {what}" for ms, what in rows)]

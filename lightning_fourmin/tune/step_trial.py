@@ -1,11 +1,11 @@
-"""Real steps of a net with each plan: which one to train with, and what it gains.
+"""Times real steps of a net with each of several plans, with plain DDP, and without communication.
 
-An all-reduce that is timed alone does not tell. In a step buckets follow each other, so the busiest link counts and not
-the latency, and sending takes its share of the cores from computing.
+An all-reduce that is timed by itself does not tell which plan is best. In a step buckets follow each other, so the
+busiest link counts and not the latency, and sending takes its share of the cores from computing.
 
-    turn 1   silent | ddp | plan 1 | plan 2 | plan 3        each: two steps to warm up, three that count
-    turn 2   plan 3 | plan 2 | plan 1 | ddp | silent
-    turn 3   silent | ddp | plan 1 | plan 3                 those that may still be the fastest, until the budget ends
+    turn 1   compute | ddp | plan 1 | plan 2 | plan 3       each variant: two steps to warm up, three that count
+    turn 2   plan 3 | plan 2 | plan 1 | ddp | compute
+    turn 3   compute | ddp | plan 1 | plan 3                plans that may still be the fastest, until the budget ends
 """
 
 import gc
@@ -32,18 +32,22 @@ from lightning_fourmin.errors import PlanError
 from lightning_fourmin.strategy import only_batch_norm_statistics
 
 NUM_WARMUP, NUM_TIMED = 2, 3
-"""Steps: DDP cuts its buckets anew after the first one."""
+"""Steps of a variant in each turn. DDP cuts its buckets anew after the first one, so that one must not count."""
 NUM_BASELINES = 2
-"""Steps without communication and with plain DDP are timed in every turn."""
+"""The first variants, compute alone and plain DDP, are timed in every turn."""
 IN_REACH = 1.1
-"""Times the fastest plan: one that takes more is not tried a third time."""
+"""A plan whose steps take more than so many times those of the fastest plan is not tried a third time."""
 
 Step = Callable[[nn.Module, Tensor], object]
 """Forward, backward and update of a net on a batch."""
 
 
 class StepTrial:
-    """Trains a net on a batch for a while; every method is a collective call."""
+    """Times the steps of a net on a batch; every method is a collective call.
+
+    All ranks take the same turns: only rank 0's clock decides when the budget is spent. The net is wrapped anew for
+    each variant, and its weights are never compared between ranks, so they may differ.
+    """
 
     def __init__(self, net: nn.Module, batch: Tensor, step: Step, groups: ProcessGroups) -> None:
         self._net, self._batch, self._step, self._groups = net, batch, step, groups
@@ -51,14 +55,15 @@ class StepTrial:
     def measure(
         self, plans: Sequence[CommPlan], budget_s: float, progress: Progress = lambda share: None
     ) -> "StepTimes":
-        """Times steps without communication, with plain DDP and with each plan: forth and back, then as time allows."""
-        ways: list[Way] = [self._silent, self._ddp, *(partial(self._planned, plan) for plan in plans)]
-        times: list[list[float]] = [[] for _ in ways]
-        order = list(range(len(ways)))
+        """Times each variant forth and back, so that no place in the order is an advantage, then as time allows."""
+        variants: list[Variant] = [self._compute_alone, self._ddp, *(partial(self._planned, plan) for plan in plans)]
+        times: list[list[float]] = [[] for _ in variants]
+        order = list(range(len(variants)))
         start_s, turn, spent = time.monotonic(), 0, 0.0
+        # Another turn begins if at the pace of those so far it ends within the budget.
         while turn < 2 or broadcast_object(spent * (turn + 1) / turn) <= 1.0:
             for i in order:
-                times[i] += self._turn(ways[i])
+                times[i] += self._turn(variants[i])
                 spent = (time.monotonic() - start_s) / budget_s
                 progress(min(spent, 1.0))
             turn += 1
@@ -68,22 +73,22 @@ class StepTrial:
                 reach_ms = IN_REACH * min(medians[NUM_BASELINES:])
                 order = [i for i in order if i < NUM_BASELINES or medians[i] <= reach_ms]
         progress(1.0)
-        silent, ddp, *planned = times
-        return StepTimes(silent, ddp, planned)
+        compute, ddp, *planned = times
+        return StepTimes(compute, ddp, planned)
 
-    def _turn(self, way: "Way") -> list[float]:
-        with way() as wrapped:
+    def _turn(self, variant: "Variant") -> list[float]:
+        with variant() as wrapped:
             step = partial(self._step, wrapped)
             times = [timed_ms(step, self._batch) for _ in range(NUM_WARMUP + NUM_TIMED)]
-        # DDP refers to itself: collected, it lets go of the net before that is wrapped again.
+        # DDP refers to itself, so only the collector frees it; it must let go of the net before the next one wraps it.
         del wrapped, step
         gc.collect()
         return times[NUM_WARMUP:]
 
-    # The nets of a trial need not have equal weights to be timed, so DDP does not bring them to all ranks.
+    # `init_sync=False`: weights that differ between ranks take no longer, so DDP need not broadcast those of rank 0.
 
     @contextmanager
-    def _silent(self) -> Iterator[DistributedDataParallel]:
+    def _compute_alone(self) -> Iterator[DistributedDataParallel]:
         """The net with DDP's buckets, none of which is sent."""
         net = DistributedDataParallel(self._net, init_sync=False)
         net.register_comm_hook(None, noop_hook)
@@ -91,11 +96,12 @@ class StepTrial:
 
     @contextmanager
     def _ddp(self) -> Iterator[DistributedDataParallel]:
+        """The net with plain DDP."""
         yield DistributedDataParallel(self._net, init_sync=False)
 
     @contextmanager
     def _planned(self, plan: CommPlan) -> Iterator[DistributedDataParallel]:
-        """The net as the strategy wraps it."""
+        """The net as the strategy wraps it for a plan."""
         assert plan.fusion is not None
         caps = list(plan.fusion.caps_mb)
         net = DistributedDataParallel(
@@ -111,24 +117,24 @@ class StepTrial:
             engine.raise_error()
 
 
-Way = Callable[[], AbstractContextManager[DistributedDataParallel]]
-"""Wraps the net of a trial for a while."""
+Variant = Callable[[], AbstractContextManager[DistributedDataParallel]]
+"""Wraps the net of a trial for the time of a turn."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of the steps of a trial."""
+    """Milliseconds of the steps of a trial. All ranks have the same: a step lasts until the slowest rank is done."""
 
-    silent_ms: list[float]
-    """Without communication."""
+    compute_ms: list[float]
+    """Steps without communication."""
     ddp_ms: list[float]
-    """With plain DDP."""
+    """Steps with plain DDP."""
     planned_ms: list[list[float]]
-    """With each plan."""
+    """Steps with each plan."""
 
 
 def sum_of(output: Any) -> Tensor:
-    """The sum of all tensors in an output: a loss for a net whose own is not known."""
+    """The sum of all tensors in an output: a loss for a net whose own loss is not known."""
     sums = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums:
         raise PlanError(

@@ -22,7 +22,7 @@ from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, Row, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.simulate.layer_profile import Gradient, Profile
-from lightning_fourmin.simulate.step import Wires, simulate
+from lightning_fourmin.simulate.step import CommCosts, simulate
 from tests.allreduce.test_engine import topology
 from tests.support.pool import RankPool
 from tests.support.training import Regression, data, rank_trainer
@@ -121,6 +121,29 @@ def test_explanation_has_a_line_a_bucket() -> None:
     assert "1.869 MiB    dense  torus in 2 pieces" in lines[2]
 
 
+def test_a_long_explanation_keeps_the_first_and_the_last_buckets() -> None:
+    plan = decide(fusion_mb=0.01)
+    assert len(plan.rows) == 5
+    whole = plan.explain()
+    assert plan.explain(most_rows=5) == plan.explain(most_rows=9) == whole
+    for most_rows, first, left_out, last in ((4, "01", "1 bucket", "34"), (3, "0", "2 buckets", "34")):
+        _, *lines = plan.explain(most_rows).splitlines()
+        assert lines.pop(len(first)) == f"... {left_out} left out"
+        assert [line.split()[0] for line in lines] == [*first, *last]
+
+
+def test_switch_to_what_the_table_does_not_have() -> None:
+    """The paper's hybrid takes hierarchical and ring, whatever was measured."""
+    torus = AllReduceTable("nodes2x2_groups2x2", "gloo", "measured", (Row(256, {"torus": 1.0}),))
+    plan = decide(table=torus, fusion_mb=0.01, switch_mb=0.1)
+    assert [(row.sending.algorithm.name, row.expected_ms) for row in plan.rows][:3] == [
+        ("hierarchical", None),
+        ("hierarchical", None),
+        ("ring", None),
+    ]
+    assert len(plan.explain().splitlines()) == 1 + len(plan.rows)
+
+
 # The same pieces everywhere.
 
 
@@ -145,7 +168,7 @@ def pieces_sent(options: dict[str, Any]) -> tuple[list[tuple[str, int]], list[tu
     gradients = tuple(
         Gradient(name, row.bucket.num_bytes, float(i)) for i, row in enumerate(plan.rows) for name in row.bucket.names
     )
-    step = simulate(Profile(gradients, 1.0, 10.0, 1.0, 1, "made"), plan, Wires(default_links("gloo")))
+    step = simulate(Profile(gradients, 1.0, 10.0, 1.0, 1, "made"), plan, CommCosts(default_links("gloo")))
     simulated = [(s.details["algorithm"], s.details["bytes"]) for s in step.spans if s.lane == "scatter"]
     # The last step: in the first one DDP cuts its buckets in another order.
     return sent[-len(simulated) :], simulated  # type: ignore[return-value]

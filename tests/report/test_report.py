@@ -34,6 +34,15 @@ def page_of(folder: Path, record: RunRecord = RUN) -> Page:
     return Page(write_report(folder))
 
 
+def test_a_bucket_without_an_expected_time_has_an_empty_cell(tmp_path: Path) -> None:
+    """The table of the run did not have the algorithm that `switch_mb` took."""
+    assert RUN.fusion_plan is not None
+    known, *_ = RUN.fusion_plan
+    page = page_of(tmp_path, replace(RUN, fusion_plan=(known, replace(known, expected_ms=None))))
+    assert page.text.count("hierarchical in 2 pieces 12.5 ms rounded to fp16") == 1
+    assert page.text.count("hierarchical in 2 pieces rounded to fp16") == 1
+
+
 def test_a_run_with_everything(tmp_path: Path) -> None:
     write_run(tmp_path)
     page = Page(write_report(tmp_path))

@@ -37,9 +37,10 @@ def test_records_of_plan_objects() -> None:
     options = CommOptions("torus", wire_dtype="fp16")
     (row,) = CommPlan.decide(options, Topology.build([0, 0, 1, 1]), "gloo", parameters=parameters).rows
     content = (2, 4096, "float32", "fc.bias", "conv.weight")
-    sent = (2048, "float16", "dense", "torus", 1, round(row.expected_ms, 4), "rounded to fp16")
+    sent = (2048, "float16", "dense", "torus", 1, round(row.expected_ms or 0, 4), "rounded to fp16")
     assert BucketRecord.of(row) == BucketRecord(*content, *sent)
     assert BucketRecord.of(row, is_sent=False) == BucketRecord(*content)
+    assert BucketRecord.of(replace(row, expected_ms=None)).expected_ms is None
     table = AllReduceTable.from_cost_model(Topology.build([0, 0, 1, 1]), "gloo").with_switch(1024)
     record = TableRecord.of(table)
     assert (record.source, record.topology_key, record.backend) == ("cost model", table.topology_key, "gloo")

@@ -1,6 +1,7 @@
 """`fourmin plan`: what it answers and writes, its clusters, and bad input."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from lightning_fourmin.allreduce.cost import DEFAULT_LINKS, Link, Links
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli.hydra_app import CONF
-from lightning_fourmin.cli.plan import PlanOptions, predict
+from lightning_fourmin.cli.plan import net_and_inputs
 from lightning_fourmin.models import build_model
+from lightning_fourmin.runs.record import BucketRecord
 from lightning_fourmin.simulate.best_settings import FUSION_MB, best_settings, bottleneck
 from lightning_fourmin.simulate.cluster import Cluster
-from lightning_fourmin.simulate.measured_cluster import with_table
+from lightning_fourmin.simulate.predict import PlanOptions, predict
+from lightning_fourmin.simulate.result import SimulationResult
 from lightning_fourmin.simulate.roofline import peak_profile
-from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques, train
+from lightning_fourmin.simulate.scenario import Scenario, scaling_curve, techniques, training_time
 from lightning_fourmin.simulate.stragglers import Stragglers
 
 NETS_OF = "tests.simulate.test_plan"
@@ -35,6 +38,10 @@ def config(name: str = "p40_100gbe") -> dict[str, Any]:
     loaded = OmegaConf.to_container(OmegaConf.load(CONF / "cluster" / f"{name}.yaml"))
     assert isinstance(loaded, dict)
     return {str(key): value for key, value in loaded.items()}
+
+
+def predicted(options: PlanOptions) -> SimulationResult:
+    return predict(options, *net_and_inputs(options))
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,57 @@ def test_plan_from_the_command_line(fourmin: Fourmin, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
 
 
+def test_the_plan_itself_is_printed_and_written(fourmin: Fourmin, tmp_path: Path) -> None:
+    """A row a bucket: all of them in plan.json, the first and the last ones on the screen."""
+    code, output, errors = fourmin("plan", *SMALL, "fusion_mb=0", "out=here")
+    assert code == 0, errors
+    rows = json.loads((tmp_path / "here" / "plan.json").read_text())["rows"]
+    net = build_model("resnet_small", 1000)
+    named = {name: parameter.numel() for name, parameter in net.named_parameters()}
+    assert [(row["first"], row["last"], row["wire_bytes"]) for row in rows] == [
+        (name, name, 2 * numel) for name, numel in reversed(named.items())
+    ]
+    for row in rows:
+        assert row["expected_ms"] > 0
+        assert (row["form"], row["update"], row["algorithm"]) == ("dense", "replicated", "hierarchical")
+        assert (row["num_tensors"], row["num_pieces"], row["exactness"]) == (1, 1, "rounded to fp16")
+    lines = output.splitlines()
+    left_out = lines.index(f"... {len(rows) - 12} buckets left out")
+    head, *first = lines[left_out - 7 : left_out]
+    assert re.split(" {2,}", head.strip()) == [
+        "what",
+        "tensors",
+        "on the wire",
+        "form",
+        "all-reduce",
+        "expected",
+        "exactness",
+    ]
+    last = lines[left_out + 1 : left_out + 7]
+    assert lines[left_out - 8] == lines[left_out + 7] == ""
+    numbered = list(enumerate(row["first"] for row in rows))
+    for line, (number, what) in zip([*first, *last], [*numbered[:6], *numbered[-6:]], strict=True):
+        assert line.split()[:2] == [str(number), what]
+        assert line.endswith("rounded to fp16")
+
+
+def test_rows_have_the_names_that_they_have_in_the_record_of_a_run(scenario: Scenario) -> None:
+    rows = SimulationResult.of(scenario, scenario.profile, 1, 1, 1).as_dict()["rows"]
+    assert len(rows) == len(scenario.plan.rows) > 1
+    for row, planned in zip(rows, scenario.plan.rows, strict=True):
+        recorded = asdict(BucketRecord.of(planned))
+        assert {name: row[name] for name in recorded} == recorded
+
+
+def test_few_buckets_are_all_printed(fourmin: Fourmin) -> None:
+    code, output, errors = fourmin("plan", *SMALL, "wire_dtype=fp32", "out=null")
+    assert code == 0, errors
+    assert "left out" not in output
+    (row,) = [line for line in output.splitlines() if "fc.bias .. stem.0.weight" in line]
+    assert row.split()[:2] == ["0", "fc.bias"]
+    assert row.endswith("equal up to the order of summation")
+
+
 def test_help_lists_the_keys(fourmin: Fourmin) -> None:
     code, output, _ = fourmin("plan", "--help")
     assert code == 0
@@ -94,13 +152,13 @@ def test_every_cluster_predicts_every_large_model(name: str) -> None:
     assert cluster.name == name
     assert cluster.reference is not None
     options = PlanOptions(cluster=config(name), num_ranks=16, most_ranks=1, batch_size=cluster.reference.batch_size)
-    outlook = predict(replace(options, model=cluster.reference.model))
-    found = asdict(outlook.prediction)
+    result = predicted(replace(options, model=cluster.reference.model))
+    found = asdict(result.prediction)
     assert found["S"] == pytest.approx(cluster.reference.samples_per_s)
-    assert outlook.curves["all"][0].e == pytest.approx(1.0)
+    assert result.curves["all"][0].e == pytest.approx(1.0)
     if cluster.reference.fp32_samples_per_s is not None:
-        assert asdict(outlook.curves["none"][0])["S"] == pytest.approx(cluster.reference.fp32_samples_per_s)
-    alexnet = asdict(predict(replace(options, model="alexnet_bn")).prediction)
+        assert asdict(result.curves["none"][0])["S"] == pytest.approx(cluster.reference.fp32_samples_per_s)
+    alexnet = asdict(predicted(replace(options, model="alexnet_bn")).prediction)
     assert alexnet["S"] > 2 * found["S"]
 
 
@@ -144,10 +202,10 @@ def test_module_by_import_path_measured_here() -> None:
         num_ranks=2,
         most_ranks=2,
     )
-    outlook = predict(options)
-    assert "measured on cpu" in str(outlook)
-    assert len(outlook.scenario.parameters) == 4
-    assert outlook.prediction.compute_ms > 0
+    result = predicted(options)
+    assert "measured on cpu" in str(result)
+    assert len(result.scenario.parameters) == 4
+    assert result.prediction.compute_ms > 0
 
 
 def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -> None:
@@ -159,7 +217,7 @@ def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -
     (tmp_path / "tables").mkdir()
     write_table(made, tmp_path / "tables" / "all.csv")
     write_table(table, tmp_path / "tables" / "torus.csv")
-    cluster, read = with_table(Cluster.from_config(config()), tmp_path / "tables" / "all.csv")
+    cluster, read = Cluster.from_config(config()).measured(tmp_path / "tables" / "all.csv")
     assert (cluster.ranks_per_node, cluster.backend, read.topology_key) == (4, "gloo", made.topology_key)
     # What the table does not show is the cluster's.
     assert cluster.links.inside_backend == Cluster.from_config(config()).links.inside_backend
@@ -180,7 +238,7 @@ def test_table_of_one_node_leaves_the_network_to_the_cluster(tmp_path: Path) -> 
     cluster = Cluster.from_config(config())
     table = AllReduceTable.from_cost_model(Topology.build([0] * 4), "gloo", DEFAULT_LINKS["gloo"])
     write_table(table, tmp_path / "table.csv")
-    measured, _ = with_table(cluster, tmp_path / "table.csv")
+    measured, _ = cluster.measured(tmp_path / "table.csv")
     assert measured.links.between == cluster.links.between
     assert measured.links.num_nics == cluster.links.num_nics
     assert measured.links.inside != cluster.links.inside
@@ -259,12 +317,12 @@ def test_bottleneck_names_what_to_take_away(scenario: Scenario) -> None:
 
 
 def test_training_time(scenario: Scenario) -> None:
-    training = train(scenario, 90, 1_281_167)
+    training = training_time(scenario, 90, 1_281_167)
     assert training.num_steps == round(90 * 1_281_167 / (64 * 256))
     assert training.hours == pytest.approx(training.num_steps * scenario.step.step_s / 3600)
     # Backups compute samples that nobody waits for: more steps for the same epochs.
     helped = replace(scenario, stragglers=Stragglers(0.1, num_backups=56))
-    assert train(helped, 90, 1_281_167).num_steps == round(90 * 1_281_167 / (64 * 200))
+    assert training_time(helped, 90, 1_281_167).num_steps == round(90 * 1_281_167 / (64 * 200))
 
 
 # Bad input.

@@ -17,7 +17,7 @@ from lightning_fourmin.allreduce.table import CHUNK_BYTES, AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.simulate.layer_profile import Gradient, Profile
-from lightning_fourmin.simulate.step import Span, Step, Wires, simulate
+from lightning_fourmin.simulate.step import CommCosts, Span, Step, simulate
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with
 
 ALGORITHMS = ("ring", "hierarchical", "torus", "halving_doubling", "parameter_server")
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     """A plan and what it is carried out on."""
 
     comm: CommPlan
-    wires: Wires
+    comm_costs: CommCosts
 
 
 def plan_on(
@@ -69,7 +69,7 @@ def plan_on(
     wire_dtype: torch.dtype | None = None,
     host: Link | None = None,
 ) -> Plan:
-    return Plan(CommPlan(topology, table, wire_dtype, fusion=fusion), Wires(links, host))
+    return Plan(CommPlan(topology, table, wire_dtype, fusion=fusion), CommCosts(links, host))
 
 
 def lane(step: Step, name: str) -> list[Span]:
@@ -88,7 +88,7 @@ def test_units() -> None:
     # As FP16 half of them travel.
     halved = plan_on(fusion(made), only("ring", topology), topology, links(0.0, 1e-9), wire_dtype=torch.float16)
     assert simulate(made, *halved).step_s == pytest.approx(0.5)
-    assert simulate(made, halved.comm, Wires(links(0.25, 1e-9))).step_s == pytest.approx(2 * 0.25 + 0.5)
+    assert simulate(made, halved.comm, CommCosts(links(0.25, 1e-9))).step_s == pytest.approx(2 * 0.25 + 0.5)
 
 
 def test_overlap_and_queue_by_hand() -> None:
@@ -114,7 +114,7 @@ def test_bucket_waits_for_its_last_gradient_and_for_the_bucket_before_it() -> No
     assert [span.start_s for span in lane(simulate(made, *plan), "scatter")] == pytest.approx([3.0, 4.0])
     # Buckets cut in another order than that of readiness: the first holds the second up.
     early, late = plan.comm.fusion.buckets
-    turned = Plan(replace(plan.comm, fusion=FusionPlan((late, early), (), 0)), plan.wires)
+    turned = Plan(replace(plan.comm, fusion=FusionPlan((late, early), (), 0)), plan.comm_costs)
     assert [span.start_s for span in lane(simulate(made, *turned), "scatter")] == pytest.approx([4.0, 4.2])
 
 
@@ -155,7 +155,7 @@ def test_cores_that_serve_communication_compute_more_slowly() -> None:
         ("optimizer step", 17.5),
     ]
     # Communication that needs the cores all the time halts compute: 4 s for each of the two rings before the end.
-    halted = simulate(made, plan.comm, replace(plan.wires, host=Link(99.0, 0.0)))
+    halted = simulate(made, plan.comm, replace(plan.comm_costs, host=Link(99.0, 0.0)))
     assert [s.end_s for s in lane(halted, "main")][1] == 9 + 2 * 4
 
 
@@ -309,7 +309,7 @@ def test_stragglers_are_waited_for_unless_there_are_backups() -> None:
     assert simulate_with(slow, made, *plan) == waiting
     assert simulate_with(replace(slow, seed=7), made, *plan) != waiting
     alone_in_world = replace(plan.comm, topology=nodes(1, 1))
-    assert simulate_with(slow, made, alone_in_world, plan.wires).step_s == pytest.approx(made.compute_s)
+    assert simulate_with(slow, made, alone_in_world, plan.comm_costs).step_s == pytest.approx(made.compute_s)
 
 
 def test_impossible_stragglers() -> None:

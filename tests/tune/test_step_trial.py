@@ -64,7 +64,7 @@ def test_what_is_found_is_what_later_runs_do() -> None:
 
 
 def steps_with(budget_s: float) -> tuple[list[int], list[Tensor], list[float]]:
-    """How many times each way has, the gradients of the last step with each, and what progress was told."""
+    """How often each variant was timed, the gradients of its last step in each turn, and the shares of progress."""
     where = topology()
     model, batch = net(), torch.full((2, 4), 1.0 + dist.get_rank())
     for parameter in model.parameters():
@@ -83,7 +83,7 @@ def steps_with(budget_s: float) -> tuple[list[int], list[Tensor], list[float]]:
     groups = ProcessGroups.shared(timedelta(seconds=60))
     shares: list[float] = []
     found = StepTrial(model, batch, step, groups).measure(plans, budget_s, shares.append)
-    times = [found.silent_ms, found.ddp_ms, *found.planned_ms]
+    times = [found.compute_ms, found.ddp_ms, *found.planned_ms]
     assert all(ms > 0 for some in times for ms in some)
     return [len(some) for some in times], list(seen.values()), shares
 
@@ -93,10 +93,10 @@ def test_every_plan_sums_the_gradients_of_all_ranks(ranks: RankPool) -> None:
     for rank, (counts, gradients, shares) in enumerate(answers):
         assert counts == [2 * trial.NUM_TIMED] * 5
         assert len(gradients) == 10
-        silent, *summed = gradients[:-1]
-        assert torch.equal(gradients[-1], silent)
+        alone, *summed = gradients[:-1]
+        assert torch.equal(gradients[-1], alone)
         # Without communication a rank has the gradients of its own batch, which is 1, 2 or 3; else those of the mean.
-        torch.testing.assert_close(silent, reference(1.0 + rank))
+        torch.testing.assert_close(alone, reference(1.0 + rank))
         for found in summed:
             torch.testing.assert_close(found, reference(2.0))
         assert shares[-1] == 1.0
@@ -137,13 +137,13 @@ def test_buffers_are_synced_as_the_strategy_would(ranks: RankPool) -> None:
 
 
 class Scripted(StepTrial):
-    """Steps of known length, by the way that they are sent."""
+    """Steps of known length for each variant."""
 
-    def _turn(self, way: Any) -> list[float]:
-        if isinstance(way, partial):
-            (name,) = way.args[0].table.algorithms
+    def _turn(self, variant: Any) -> list[float]:
+        if isinstance(variant, partial):
+            (name,) = variant.args[0].table.algorithms
             return [{"ring": 120.0, "torus": 99.0, "hierarchical": 95.0}[name]]
-        return [100.0 if way == self._ddp else 50.0]
+        return [100.0 if variant == self._ddp else 50.0]
 
 
 def turns_of_each(budgets_s: tuple[float, ...]) -> list[int]:
@@ -153,11 +153,11 @@ def turns_of_each(budgets_s: tuple[float, ...]) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_fourmin.tune.step_trial.time", SimpleNamespace(monotonic=count().__next__))
         found = Scripted(net(), torch.ones(2, 4), print, groups).measure(plans, budgets_s[dist.get_rank()])
-    return [len(ms) for ms in (found.silent_ms, found.ddp_ms, *found.planned_ms)]
+    return [len(ms) for ms in (found.compute_ms, found.ddp_ms, *found.planned_ms)]
 
 
 def test_only_those_in_reach_of_the_fastest_go_on(ranks: RankPool) -> None:
-    """By a clock that counts ways: two turns of five, then as many of four as fit.
+    """By a clock that counts variants: two turns of five, then as many of four as fit.
 
     After 10 the third turn is expected to end at 15, after 14 the fourth at 18.7: too much for 18.
     """

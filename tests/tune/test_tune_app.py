@@ -1,10 +1,11 @@
-"""`fourmin tune` as users type it: table, picture and cuts, a sentence at the end, and what each mistake is told."""
+"""`fourmin tune` as users type it: table and picture, a sentence at the end, and the error for each mistake."""
 
 import contextlib
 import io
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.table import read_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.cli import main
-from lightning_fourmin.cli.tune import TuneOptions, tune
+from lightning_fourmin.cli.tune import check_net, net_and_inputs
 from lightning_fourmin.models import build_model
+from lightning_fourmin.tune.tuner import TuneOptions, tune
 from tests.support.pool import RankPool
 from tests.support.ranks import current_case
 from tests.support.training import Regression, data, rank_trainer
@@ -38,10 +40,10 @@ NETS: dict[str, dict[str, Any]] = {
 def tune_and_fit(path: Path, net: dict[str, Any]) -> tuple[str, str]:
     """What the tuner printed, and how the next start cuts its buckets."""
     options = TuneOptions(budget_s=1.0, largest_mb=0.1, out=str(path), batch_size=2, **net)
-    options.check()
+    check_net(options)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        tune(options, current_case().node_rank, torch.device("cpu"))
+        tune(options, current_case().node_rank, torch.device("cpu"), partial(net_and_inputs, options))
     strategy = FourMinStrategy(table=path)
     trainer = rank_trainer(strategy, max_steps=1)
     trainer.fit(Regression(build_model("resnet_small", 2)), data(3, 8, 8))
@@ -50,20 +52,35 @@ def tune_and_fit(path: Path, net: dict[str, Any]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("net", NETS)
 def test_next_start_uses_what_was_found(ranks: RankPool, tmp_path: Path, net: str) -> None:
-    (printed, first), (silent, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", NETS[net], nodes=[2, 1])
-    assert silent == ""
+    (printed, first), (nothing, second), _ = ranks.run(tune_and_fit, tmp_path / "table.csv", NETS[net], nodes=[2, 1])
+    assert nothing == ""
     assert first == second
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.csv", "table.svg"]
     lines = printed.splitlines()
     assert "all-reduce table for nodes1x2+1x1_groups1x2+1x1 on gloo (measured, n=" in printed
     assert any(line.startswith("links: inside ") and "off by" in line for line in lines)
     start = lines.index("steps:")
-    silent_line, ddp_line, *planned = lines[start + 1 : -3]
-    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  without communication", silent_line)
+    end = lines.index(next(line for line in lines if line.startswith("fastest: ")))
+    compute_line, ddp_line, *planned = lines[start + 1 : end]
+    assert re.fullmatch(r" *[\d.]+ ms  n=\d+  without communication", compute_line)
     assert re.fullmatch(r" *[\d.]+ ms  n=\d+  ddp", ddp_line)
     tried = [re.split(r" ms  n=\d+  ", line) for line in planned]
     _, fastest = min((float(ms), how) for ms, how in tried)
-    assert lines[-3] == f"fastest: {fastest}"
+    assert lines[end] == f"fastest: {fastest}"
+    # The plan itself, a row a bucket.
+    head, *rows = lines[end + 1 : -2]
+    assert re.split(" {2,}", head.strip()) == [
+        "what",
+        "tensors",
+        "on the wire",
+        "form",
+        "all-reduce",
+        "expected",
+        "exactness",
+    ]
+    assert [row.split()[0] for row in rows] == [str(number) for number in range(len(rows))]
+    assert re.match(rf"fusion_mb=\S+, {len(rows)} buckets?, ", fastest)
+    assert all(row.endswith("equal up to the order of summation") for row in rows)
     assert lines[-2] == f"table: {tmp_path / 'table.csv'}, picture: {tmp_path / 'table.svg'}"
     assert lines[-1].startswith("Will it help you? ")
     assert "ms a step with ddp" in lines[-1]
@@ -140,19 +157,17 @@ def test_mistakes_are_one_sentence(
 
 def test_options_of_the_model_are_those_of_the_net() -> None:
     options = TuneOptions(model="alexnet_bn_small", num_classes=2, image_size=16, model_options={"bn5": False})
-    options.check()
-    net = options.build_net()
-    assert net is not None
+    check_net(options)
+    net, inputs = net_and_inputs(options)
     assert "bn5" not in dict(net.named_children())
-    assert options.sample_shape(net) == [3, 16, 16]
+    assert inputs.shape == (32, 3, 16, 16)
     for other, side in (
         (replace(options, model_options={"image_size": 24}), 24),
         (replace(options, image_size=None), 32),
     ):
-        other.check()
-        net = other.build_net()
-        assert net is not None
-        assert other.sample_shape(net) == [3, side, side]
+        check_net(other)
+        _, inputs = net_and_inputs(other)
+        assert inputs.shape == (32, 3, side, side)
 
 
 def test_launcher_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
