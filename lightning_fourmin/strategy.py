@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fourmin._lightning import BatchNormBase
+from lightning_fourmin._lightning import BatchNormBase, SubprocessScriptLauncher
 from lightning_fourmin.allreduce.buckets import (
     FusionPlan,
     refuse_complex_gradients,
@@ -154,7 +154,7 @@ class FourMinStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._start_method == "popen":
+        if isinstance(self.launcher, SubprocessScriptLauncher):
             assert self.cluster_environment is not None
             self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 

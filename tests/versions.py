@@ -30,6 +30,7 @@ TESTS = (
     "data/test_loader.py",
     "faults/test_checkpoints.py",
     "faults/test_faults_numbers.py",
+    "faults/test_preemption.py",
     "optim/test_lars.py",
     "precision/test_precision.py",
     "precision/test_precision_distributed.py",

@@ -130,7 +130,7 @@ def _as_it_is(loaded: Any) -> Any:
 
 
 def _start_worker(worker: int, rank: int) -> None:
-    """The first thing that a worker process runs, whether it was forked or spawned."""
+    """What a worker process runs before it loads a batch, whether it was forked or spawned."""
     # Seeds are for transforms that do not use the generator they are given: torch seeds workers alike on all ranks.
     pl_worker_init_function(worker, rank)
     leave_signals_to_parent()

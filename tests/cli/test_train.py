@@ -221,7 +221,7 @@ def test_a_folder_of_an_earlier_version_resumes_and_reports(fourmin: Fourmin, tm
         (folder / "checkpoints" / name).write_bytes(content)
     code, _, errors = fourmin("report", "run=old")
     assert code == 0, errors
-    assert "The run went on from a checkpoint after step 3: dotted lines." in Page(folder / "report.html").text
+    assert "The run was resumed from a checkpoint after step 3: dotted lines." in Page(folder / "report.html").text
     code, _, errors = fourmin("train", *command, "trainer.max_epochs=3")
     assert code == 0, errors
     assert read_metrics(folder)["train/loss"].steps.tolist() == list(range(9))

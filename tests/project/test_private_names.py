@@ -38,7 +38,6 @@ INHERITED = {
     "FourMinStrategy._precision_plugin",
     "FourMinStrategy._register_ddp_hooks",
     "FourMinStrategy._setup_model",
-    "FourMinStrategy._start_method",
     "FourMinStrategy._timeout",
     "PatientLauncher._call_children_scripts",
     "_PatientObserver._terminate_all",

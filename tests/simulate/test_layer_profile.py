@@ -24,7 +24,7 @@ class Net(nn.Sequential):
 
 
 def check(profile: Profile, module: nn.Module) -> None:
-    """What holds for any profile of a module."""
+    """Asserts what holds for any profile of a module."""
     sizes = {name: p.numel() * 4 for name, p in module.named_parameters() if p.requires_grad}
     assert {gradient.name: gradient.num_bytes for gradient in profile.gradients} == sizes
     ready = [gradient.ready_s for gradient in profile.gradients]
@@ -79,7 +79,7 @@ def test_flops_by_hand() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """A ReLU after nothing but a bias: reads and writes 4 bytes a number, 7 of them."""
+    """A ReLU behind a linear layer adds the bytes of the 7 numbers that it reads and of the 7 that it writes."""
     module = nn.Linear(7, 7)
     before, after = (
         peak_profile(one, torch.empty(1, 7), BYTES_ONLY).forward_s for one in (module, nn.Sequential(module, nn.ReLU()))

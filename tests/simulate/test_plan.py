@@ -155,7 +155,7 @@ def test_help_lists_the_keys(fourmin: Fourmin) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "cluster").glob("*.yaml")))
 def test_every_cluster_predicts_every_large_model(name: str) -> None:
-    """By the cluster's reference, which for its own model is the throughput at its batch."""
+    """Layer times are scaled so that the reference model has the throughput that the cluster's file says."""
     cluster = Cluster.from_config(config(name))
     assert cluster.name == name
     assert cluster.reference is not None
@@ -188,7 +188,7 @@ class Tiny(nn.Sequential):
 
 
 class Drawn(Tiny):
-    """Its constructor computes with its weights, which on the meta device have no values."""
+    """A net whose constructor computes with its weights, which have no values on the meta device."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__(width)
@@ -217,7 +217,7 @@ def test_module_by_import_path_measured_here() -> None:
 
 
 def test_tuned_table_gives_links_and_choices(fourmin: Fourmin, tmp_path: Path) -> None:
-    """A table that was made of known links: they are found again, and its choices hold on its own ranks."""
+    """The links that a table was computed from are found again, and on the ranks of the table its choices hold."""
     links = Links(Link(2e-5, 1e-9), Link(5e-5, 1e-9), Link(3e-4, 8e-9), DEFAULT_LINKS["gloo"].reduce_s_per_byte)
     topology = Topology.build([rank // 4 for rank in range(16)])
     table = AllReduceTable.from_cost_model(topology, "gloo", links).only("torus")
@@ -254,7 +254,7 @@ def test_table_of_one_node_leaves_the_network_to_the_cluster(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("found", [8, None])
 def test_groups_of_the_table_are_those_of_the_plan(fourmin: Fourmin, tmp_path: Path, found: int | None) -> None:
-    """Whether the tuner found them or was given them."""
+    """It makes no difference whether the tuner found the groups or was given them."""
     topology = Topology.build([rank // 4 for rank in range(16)], group_size=8)
     table = AllReduceTable.from_cost_model(topology, "gloo", DEFAULT_LINKS["gloo"]).only("torus")
     write_table(replace(table, source="measured, n=5", group_size=found), tmp_path / "table.csv")

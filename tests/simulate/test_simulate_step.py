@@ -25,13 +25,13 @@ MIB = 1024 * 1024
 
 
 def profile(*gradients: tuple[int, float], forward_s: float = 1.0, update_s: float = 0.5) -> Profile:
-    """Gradients by numel and ready time; backward ends with the last."""
+    """A profile of gradients with these numbers of elements and ready times; backward ends with the last one."""
     named = tuple(Gradient(f"p{i}", 4 * numel, ready_s) for i, (numel, ready_s) in enumerate(gradients))
     return Profile(named, forward_s, gradients[-1][1], update_s, 8, "by hand")
 
 
 def fusion(profile: Profile, *counts: int) -> FusionPlan:
-    """Buckets of so many gradients each; by default each goes alone."""
+    """Buckets of so many gradients each; by default every gradient has a bucket of its own."""
     gradients = list(profile.gradients)
     buckets = []
     for count in counts or [1] * len(gradients):
@@ -55,7 +55,7 @@ def nodes(num_nodes: int, ranks_per_node: int, group_size: int | None = None) ->
 
 
 class Plan(NamedTuple):
-    """A plan and what it is carried out on."""
+    """A plan, and what communication costs on the cluster that carries it out."""
 
     comm: CommPlan
     comm_costs: CommCosts
@@ -284,7 +284,7 @@ def test_a_group_over_several_nodes_pays_the_link_between_them() -> None:
 
 
 def test_paces_are_those_of_the_slowest_of_all_ranks() -> None:
-    """Against ranks drawn one by one."""
+    """The mean pace is that of the last awaited rank where the pace of every rank is drawn."""
     stragglers = Stragglers(jitter=0.1, probability=0.02, slowdown=3.0, num_backups=2, seed=1)
     num_ranks, num_steps = 16, 4000
     torch.manual_seed(0)

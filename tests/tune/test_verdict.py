@@ -1,4 +1,4 @@
-"""Will it help? The sentences that `fourmin tune` ends with."""
+"""The sentences that `fourmin tune` ends with: whether it will help."""
 
 from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.tune.verdict import sentence_for, sentence_without_model
