@@ -137,6 +137,14 @@ def test_few_buckets_are_all_printed(fourmin: Fourmin) -> None:
     assert row.endswith("equal up to the order of summation")
 
 
+def test_the_guide_shows_what_is_printed(fourmin: Fourmin) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "plan.md").read_text()
+    shown = [line for line in guide.splitlines() if re.match(r"\d  ", line)]
+    code, output, errors = fourmin("plan", "most_ranks=1", "out=null")
+    assert code == 0, errors
+    assert [line for line in output.splitlines() if re.match(r"\d  ", line)] == shown != []
+
+
 def test_help_lists_the_keys(fourmin: Fourmin) -> None:
     code, output, _ = fourmin("plan", "--help")
     assert code == 0
