@@ -88,7 +88,7 @@ def phases() -> tuple[Figure, str]:
             _draw_phase(axes, algorithm, stage, topology)
             if stage == STAGES[0]:
                 axes.set_ylabel(algorithm, color=COLORS[algorithm], rotation=0, ha="right", va="center")
-            if algorithm == ALGORITHMS[0]:
+            if algorithm == next(iter(ALGORITHMS)):
                 axes.set_title(stage)
     return figure, "The ranks that meet in each phase of ring, hierarchical and torus all-reduce, 2 nodes of 4 ranks"
 

@@ -37,6 +37,4 @@ def _report(options: ReportOptions) -> None:
         # The folder of a Trainer that was not started by `fourmin train` may have a trace, but no record.
         print(trace)
     else:
-        # The ranks of a run that was killed have left their parts.
-        merge_traces(options.run)
         print(write_report(options.run))

@@ -34,7 +34,6 @@ from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_fourmin.allreduce.measure import merge_traces
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.cli import INTERRUPTED
 from lightning_fourmin.cli.hydra_app import give_up, run_hydra
@@ -177,7 +176,6 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...], launch: L
     record = replace(RunRecord.read(folder), seconds=seconds, status=status, error=error)
     record.write(folder)
     try:
-        merge_traces(folder)
         write_report(folder)
     except Exception as failure:
         # A page that cannot be drawn does not undo a training.
