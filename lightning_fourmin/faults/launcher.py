@@ -136,4 +136,8 @@ def _variables(variables: dict[str, str]) -> Iterator[None]:
 def _in_hydra_multirun() -> bool:
     # Looked up and not imported: Hydra may not be installed, and whoever runs under it has imported it.
     hydra = sys.modules.get("hydra.core.hydra_config")
-    return hydra is not None and hydra.HydraConfig.initialized() and hydra.HydraConfig.get().mode.name == "MULTIRUN"
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return False
+    # A config that was only composed, as in a notebook, has no mode.
+    mode = hydra.HydraConfig.get().mode
+    return mode is not None and mode.name == "MULTIRUN"
