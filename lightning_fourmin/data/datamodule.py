@@ -114,12 +114,8 @@ class ShardDataModule(LightningDataModule):
                 raise ValueError(f"{name}={values} must be three shares of 255, for red, green and blue")
         self.path = path
         self.batch_size = batch_size
-        evaluation = eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224))
-        self._transforms: dict[str, Transform] = {
-            "train": train_transform or TrainImage(image_size),
-            "val": evaluation,
-            "test": evaluation,
-        }
+        self._train_transform = train_transform or TrainImage(image_size)
+        self._eval_transform = eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224))
         self.splits = {"train": train_split, "val": val_split, "test": test_split}
         """The name in the index of the split for each stage: train, val and test."""
         self._num_workers = num_workers
@@ -231,19 +227,18 @@ class ShardDataModule(LightningDataModule):
     def _batch_count_shift(self) -> int:
         """The number of batches by which Lightning's count for the resumed epoch differs from that in the checkpoint.
 
-        It is not 0 where the ranks have another global batch. Raises `ShardError` if the epoch cannot be resumed.
+        It is 0 if the global batch is the same. Raises `ShardError` if the epoch cannot be resumed.
         """
         if not self._state or not self._state["left"]:
             return 0
         loader = self._make_train_loader()
         loader.load_state_dict(self._state)
-        shift: int = loader.state_dict()["num_batches"] - self._state["num_batches"]
-        return shift
+        return int(loader.state_dict()["num_batches"] - self._state["num_batches"])
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         training = self.trainer is not None and self.trainer.training
-        if not isinstance(self._transforms["train" if training else "val"], ImageTransform):
+        if not isinstance(self._train_transform if training else self._eval_transform, ImageTransform):
             return batch
         images, *rest = batch
         return [self._normalised(images), *rest]
@@ -262,7 +257,7 @@ class ShardDataModule(LightningDataModule):
         return Partition(world, self.batch_size, max(1, self._num_workers))
 
     def _loader(self, kind: type[LoaderType], stage: str, *, window: int, **kwargs: Any) -> LoaderType:
-        name, transform = self.splits[stage], self._transforms[stage]
+        name, transform = self.splits[stage], self._train_transform if stage == "train" else self._eval_transform
         if isinstance(transform, ImageTransform):
             transform = replace(transform, num_classes=self.num_classes)
         # In training all batches must have the same size. In evaluation a sample that counts twice changes the result.
@@ -298,8 +293,8 @@ class _BatchCountFix(Callback):
     Lightning's epoch ends when its count of batches reaches the length of the loader. A checkpoint has that count in
     batches of the run that was saved; this run may have larger or smaller ones. A callback's `on_load_checkpoint` is
     the public place to change it: it gets the whole checkpoint, after `ShardDataModule.load_state_dict` was called and
-    before the loops read their counts. `load_state_dict` itself adds the callback to the Trainer, so that a user has to
-    pass nothing but the data module. The callback has no state and stays there for later runs of the Trainer.
+    before the loops read their counts. `load_state_dict` adds the callback to the Trainer, so a user passes only the
+    data module. The callback has no state and stays there for later runs of the Trainer.
     """
 
     @override
