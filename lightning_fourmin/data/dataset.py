@@ -1,6 +1,6 @@
 """`ShardDataset`: loads the batches that a loader requests, in its worker processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import cycle, islice
@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_fourmin.data.index import Split
 from lightning_fourmin.data.order import EpochOrder, Span, Spans, cut
 from lightning_fourmin.data.partition import BatchRequest
-from lightning_fourmin.data.reader import stream_range
+from lightning_fourmin.data.reader import Samples, stream_range
 from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.errors import ShardError
 
@@ -57,7 +57,7 @@ class ShardDataset(Dataset[LoadedBatch | ShardError]):
     transform: Transform
     collate: Collate
     on_error: OnError
-    _stream: Iterator[Sample | ShardError] = field(init=False, default=iter(()))
+    _stream: Samples | None = field(init=False, default=None)
     _stream_at: tuple[int, Spans, int] | None = field(init=False, default=None)
     """The epoch, the worker range and the position in it at which the stream stands."""
 
@@ -71,6 +71,10 @@ class ShardDataset(Dataset[LoadedBatch | ShardError]):
         except ShardError as error:
             # Returned, not raised: torch turns an error that a worker raises into the text of a traceback.
             return error
+        finally:
+            # An error may keep the dataset alive until the garbage is collected, and with it the open shard.
+            if self._stream is not None and self._stream_at is None:
+                self._stream.close()
 
     def epoch_order(self, epoch: int) -> EpochOrder:
         """The order of the split's samples in an epoch."""
@@ -78,7 +82,7 @@ class ShardDataset(Dataset[LoadedBatch | ShardError]):
 
     def _load(self, request: BatchRequest) -> LoadedBatch:
         epoch, worker_range, first, count = request.epoch, request.worker_range, request.first, request.count
-        if self._stream_at != (epoch, worker_range, first):
+        if self._stream is None or self._stream_at != (epoch, worker_range, first):
             self._stream = stream_range(self.split, self.folder, self.epoch_order(epoch), worker_range, first)
         # An error below leaves the stream somewhere inside the batch, where no request continues it.
         self._stream_at = None
