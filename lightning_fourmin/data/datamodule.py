@@ -1,6 +1,7 @@
 """`ShardDataModule`: tar shards for any LightningModule."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,14 +27,14 @@ LoaderType = TypeVar("LoaderType", bound=ShardLoader)
 class ShardDataModule(LightningDataModule):
     """Tar shards with an index, for training and evaluation of any LightningModule with any strategy.
 
-    In training an epoch has every sample once, but for those that fill no step (`remainder`), and every rank has the
+    In training an epoch has every sample once, except those that fill no step (`remainder`), and every rank has the
     same number of batches. In evaluation every sample counts once, on any number of ranks. A run that is resumed in
     mid-epoch continues with the samples that are left, also on another number of ranks or with another `batch_size`; it
     needs nothing but the data module for that.
 
     Batches are (images, labels) unless transforms of your own make something else. Images travel to the device as bytes
-    and are normalised there. Each worker reads one piece of the epoch's order, so the batches depend on `num_workers`,
-    which is why it has a fixed default; which samples an epoch has does not.
+    and are normalised there. Each worker reads one piece of the epoch's order, so `num_workers` decides which samples
+    share a batch and has a fixed default. Which samples an epoch has does not depend on it.
 
     Each rank has a data module in its main process; spawned ranks get a pickled copy. It makes a new loader for each
     run and each kind of evaluation. The loaders start worker processes, and those open the shards.
@@ -53,14 +54,14 @@ class ShardDataModule(LightningDataModule):
         seed: seed of the order and the augmentation.
         window: number of samples that are shuffled with each other; a worker holds as many in memory, undecoded.
         remainder: what happens to the samples of an epoch that fill no step of all ranks, accumulation included:
-            "drop", or "wrap" to fill the step with the first ones of the epoch.
+            "drop" them, or "wrap": fill the step with the first samples of the epoch.
         on_error: "raise" on damaged samples, or "skip" them; warnings and the callback `DataMonitor` count them. In
             training other samples take their places, of the same batch or those that follow it; in evaluation the batch
             is smaller or left out.
         pipes: whether shards may be `pipe:` URLs, which run commands: only for an index that you trust.
-        collate: makes a batch of a list of what the transform returned; images must stay first to be normalised.
+        collate: makes a batch of a list of values that the transform returned; images must stay first to be normalised.
         mean: mean of the images' red, green and blue, each between 0 and 1.
-        std: standard deviation of the same.
+        std: standard deviation of the images' red, green and blue, each above 0 and at most 1.
 
     Example:
         ```python
@@ -113,12 +114,8 @@ class ShardDataModule(LightningDataModule):
                 raise ValueError(f"{name}={values} must be three shares of 255, for red, green and blue")
         self.path = path
         self.batch_size = batch_size
-        evaluation = eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224))
-        self._transforms: dict[str, Transform] = {
-            "train": train_transform or TrainImage(image_size),
-            "val": evaluation,
-            "test": evaluation,
-        }
+        self._train_transform = train_transform or TrainImage(image_size)
+        self._eval_transform = eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224))
         self.splits = {"train": train_split, "val": val_split, "test": test_split}
         """The name in the index of the split for each stage: train, val and test."""
         self._num_workers = num_workers
@@ -130,15 +127,14 @@ class ShardDataModule(LightningDataModule):
         self._pipes = pipes
         self._collate = collate
         self._mean, self._std = tuple(mean), tuple(std)
-        self._index: Index | None = None
         self._train_loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
         """The state in the checkpoint that this run resumes, until its train loader is made."""
         self._scale = self._shift = torch.empty(0)
-        """What pixels are multiplied with, and what is then added to them, on the device of the last batch."""
+        """The factor of each colour and the number that is then added: tensors on the device of the last batch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # For spawned ranks, which make loaders of their own. One that has worker processes cannot be pickled.
+        # Spawned ranks get the data module pickled. A loader with worker processes cannot be, and ranks make their own.
         return self.__dict__ | {"_train_loader": None}
 
     @property
@@ -146,12 +142,10 @@ class ShardDataModule(LightningDataModule):
         """The folder or URL of the index."""
         return str(digits_folder()) if self.path == DIGITS else self.path
 
-    @property
+    @cached_property
     def index(self) -> Index:
         """The index with splits, shards and classes, which is read on first use."""
-        if self._index is None:
-            self._index = read_index(self.folder, pipes=self._pipes)
-        return self._index
+        return read_index(self.folder, pipes=self._pipes)
 
     @property
     def num_classes(self) -> int:
@@ -160,7 +154,7 @@ class ShardDataModule(LightningDataModule):
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of batches that each rank has in an epoch; no loader is made to know it."""
+        """The number of batches that each rank has in an epoch. It is known before any loader is made."""
         partition, split = self._partition(), self.index.split(self.splits["train"], self.path)
         return partition.num_batches(partition.epoch(split.num_samples, self._remainder, self._num_accumulated))
 
@@ -175,7 +169,8 @@ class ShardDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        # A checkpoint that was loaded before, as for a validation, does not count for this run.
+        # Lightning loads the checkpoint of this run after `setup`. A state that is there already is of an earlier run,
+        # such as a validation, which makes no train loader to use it up.
         self._state = None
 
     # Lightning calls this once a run, and again for `reload_dataloaders_every_n_epochs`.
@@ -224,7 +219,7 @@ class ShardDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict
         if self.trainer is not None:
-            # Lightning restores callbacks next, so this one, too, still gets the checkpoint.
+            # Lightning restores the callbacks after the data module, so a callback that is added here is called, too.
             callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
             if not any(isinstance(callback, _BatchCountFix) for callback in callbacks):
                 callbacks.append(_BatchCountFix())
@@ -232,30 +227,29 @@ class ShardDataModule(LightningDataModule):
     def _batch_count_shift(self) -> int:
         """The number of batches by which Lightning's count for the resumed epoch differs from that in the checkpoint.
 
-        It is not 0 where the ranks have another global batch. Raises `ShardError` if the epoch cannot be resumed.
+        It is 0 if the global batch is the same. Raises `ShardError` if the epoch cannot be resumed.
         """
         if not self._state or not self._state["left"]:
             return 0
         loader = self._make_train_loader()
         loader.load_state_dict(self._state)
-        shift: int = loader.state_dict()["num_batches"] - self._state["num_batches"]
-        return shift
+        return int(loader.state_dict()["num_batches"] - self._state["num_batches"])
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         training = self.trainer is not None and self.trainer.training
-        if not isinstance(self._transforms["train" if training else "val"], ImageTransform):
+        if not isinstance(self._train_transform if training else self._eval_transform, ImageTransform):
             return batch
         images, *rest = batch
         return [self._normalised(images), *rest]
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """Makes of bytes, channels last, what the net computes with: normalised floats, channels first."""
+        """Turns bytes, channels last, into what the net computes with: normalised floats, channels first."""
         if not self._scale.numel() or self._scale.device != images.device:
             mean, std = torch.tensor([self._mean, self._std], device=images.device).view(2, 3, 1, 1)
             self._scale, self._shift = 1 / (255 * std), -mean / std
         floats = images.permute(0, 3, 1, 2).float().mul_(self._scale).add_(self._shift).contiguous()
-        # Lightning lets the precision plugin convert batches before the transfer, when these were bytes still.
+        # Lightning lets the precision plugin convert batches before the transfer, when the images were still bytes.
         return self.trainer.precision_plugin.convert_input(floats) if self.trainer else floats
 
     def _partition(self) -> Partition:
@@ -263,10 +257,10 @@ class ShardDataModule(LightningDataModule):
         return Partition(world, self.batch_size, max(1, self._num_workers))
 
     def _loader(self, kind: type[LoaderType], stage: str, *, window: int, **kwargs: Any) -> LoaderType:
-        name, transform = self.splits[stage], self._transforms[stage]
+        name, transform = self.splits[stage], self._train_transform if stage == "train" else self._eval_transform
         if isinstance(transform, ImageTransform):
             transform = replace(transform, num_classes=self.num_classes)
-        # Training needs batches of one size. In evaluation a sample that counts twice would change the result.
+        # In training all batches must have the same size. In evaluation a sample that counts twice changes the result.
         skip: OnError = "repeat" if stage == "train" else "omit"
         dataset = ShardDataset(
             self.index.split(name, self.path),
@@ -299,8 +293,8 @@ class _BatchCountFix(Callback):
     Lightning's epoch ends when its count of batches reaches the length of the loader. A checkpoint has that count in
     batches of the run that was saved; this run may have larger or smaller ones. A callback's `on_load_checkpoint` is
     the public place to change it: it gets the whole checkpoint, after `ShardDataModule.load_state_dict` was called and
-    before the loops read their counts. `load_state_dict` itself adds the callback to the Trainer, so that a user has to
-    pass nothing but the data module. The callback has no state and stays there for later runs of the Trainer.
+    before the loops read their counts. `load_state_dict` adds the callback to the Trainer, so a user passes only the
+    data module. The callback has no state and stays there for later runs of the Trainer.
     """
 
     @override

@@ -18,7 +18,7 @@ Pixels = NDArray[np.uint8]
 
 IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 """Extensions of files that hold images."""
-# No others, as Pillow knows formats that run programs, such as EPS.
+# Pillow knows more formats, and runs programs for some of them, such as EPS.
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 89_478_485
 """Larger images are refused, since a small file can claim to have any size. Pillow has the same limit."""
@@ -26,13 +26,13 @@ MAX_PIXELS = 89_478_485
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded image, of which only the header was read."""
+    """An encoded image, of which only the header has been read."""
 
     data: bytes
     width: int
     height: int
     is_fast: bool
-    """Whether it is a JPEG that can be decoded at a fraction of its size."""
+    """Whether it is a JPEG that simplejpeg can decode, also at a fraction of its size."""
 
     @classmethod
     def of(cls, data: bytes) -> "Encoded":
@@ -49,8 +49,8 @@ class Encoded:
     def pixels(self, min_width: int = 0, min_height: int = 0) -> Pixels:
         """Decodes the image. Raises `ValueError` if it is damaged.
 
-        With a minimum a JPEG is decoded with faster, less exact methods, and at half its size or a smaller fraction if
-        that is still at least the minimum. Fractions above a half would save work later but cost more here.
+        With a minimum a JPEG is decoded with faster, less exact methods, and at half its size or less if the result is
+        still as large as the minimum. Sizes between a half and the whole would save work later but cost more here.
         """
         if self.is_fast:
             fast = min_width > 0
@@ -99,7 +99,7 @@ def resized(pixels: Pixels, width: int, height: int, *, flip: bool = False) -> P
     if pixels.shape[:2] != (height, width):
         batch = interpolate(batch, (height, width), mode="bilinear", antialias=True)
     if flip:
-        # Many times faster than numpy's copy of a mirrored view.
+        # torch does this many times faster than numpy copies a mirrored view.
         batch = batch.flip(3)
     result: Pixels = batch[0].permute(1, 2, 0).numpy()
     return result
@@ -110,5 +110,5 @@ def _damage_as_value_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Damaged bytes make Pillow raise errors of many kinds.
+        # Damaged bytes make Pillow raise errors of many kinds; callers expect one.
         raise ValueError(str(error) or type(error).__name__) from error

@@ -1,7 +1,6 @@
 """Demo data: scikit-learn's 1,797 digits of 8 x 8 pixels as shards, written on first use."""
 
 import io
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,27 +16,25 @@ DIGITS = "digits"
 """The path that stands for this data."""
 NUM_TRAIN = 1437
 SHARD_SIZE = 240
-"""Samples in a shard."""
+"""The number of samples in a shard."""
 NUM_SIDE = 8
-"""Pixels of each side of an image."""
+"""Width and height of an image in pixels."""
 
 
 def digits_folder() -> Path:
-    """The folder of the shards. Writes them if they are not there."""
+    """The folder of the shards, which are written if they are not there."""
     folder = cache_folder() / DIGITS
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         # The folder gets its name when it is complete, because other ranks look for it at the same time.
-        partial = Path(tempfile.mkdtemp(prefix=f".{DIGITS}-", dir=folder.parent))
-        try:
-            _write(partial)
-            partial.rename(folder)
-        except OSError:
-            # Another process was first.
-            if not folder.exists():
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{DIGITS}-", dir=folder.parent) as partial:
+            try:
+                _write(Path(partial))
+                Path(partial).rename(folder)
+            except OSError:
+                # Another process was first.
+                if not folder.exists():
+                    raise
     return folder
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import Any
@@ -16,7 +16,7 @@ INDEX_NAME = "index.json"
 FORMAT = 1
 """The version of the file format."""
 MAX_BLOCKS = 1 << 40
-"""The largest number of blocks in a shard. With it, sums over shards stay within 64 bits."""
+"""The limit of the number of tar blocks in a shard. With it, sums over shards stay within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Widths and heights of images in pixels: the smallest, mean and largest of each."""
+    """The smallest, mean and largest width and height of images, in pixels; each pair is (width, height)."""
 
     num_images: int
     smallest: tuple[int, int]
@@ -51,12 +51,10 @@ class ImageSizes:
         if not there:
             return None
         num_images = sum(part.num_images for part in there)
-        smallest, largest = [
-            (pick(getattr(part, name)[0] for part in there), pick(getattr(part, name)[1] for part in there))
-            for name, pick in (("smallest", min), ("largest", max))
-        ]
+        smallest = [min(part.smallest[axis] for part in there) for axis in (0, 1)]
         mean = [sum(part.num_images * part.mean[axis] for part in there) / num_images for axis in (0, 1)]
-        return cls(num_images, smallest, (mean[0], mean[1]), largest)
+        largest = [max(part.largest[axis] for part in there) for axis in (0, 1)]
+        return cls(num_images, (smallest[0], smallest[1]), (mean[0], mean[1]), (largest[0], largest[1]))
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Split:
 
     @property
     def digest(self) -> str:
-        """A text that differs if any sample or the order of the shards does. Checkpoints keep it."""
+        """A text that is another one if any sample or the order of the shards changes. Checkpoints keep it."""
         content = [(shard.num_samples, shard.sha256) for shard in self.shards]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -91,10 +89,6 @@ class Index:
     classes: tuple[str, ...]
     """The name of each label; empty if the samples have no labels."""
     splits: dict[str, Split]
-
-    def with_split(self, name: str, split: Split, classes: tuple[str, ...]) -> "Index":
-        """The index with one more split, or another one of that name."""
-        return replace(self, classes=classes, splits=self.splits | {name: split})
 
     def split(self, name: str, path: str) -> Split:
         """The split of a name; `path` says in the error which index has none."""
@@ -116,7 +110,7 @@ class Index:
 def read_index(path: str, *, pipes: bool = False) -> Index:
     """Reads the index in a folder or under a URL. With `pipes` its shards may be `pipe:` URLs, which run commands.
 
-    Raises `ShardError` if there is no index, it is damaged, or it has such URLs and may not.
+    Raises `ShardError` if there is no index, if it is damaged, or if it has such URLs without `pipes`.
     """
     location = joined_location(path, INDEX_NAME)
     if not pipes:

@@ -30,8 +30,9 @@ class ShardLoader(ABC):
 
     The main process sends each worker the requests for its batches (`RankShare.requests`), and torch's DataLoader does
     the transport: its sampler is the list of requests, and it goes through the workers in turn, as the requests are
-    numbered. The workers start when the first batch is asked for, in a process that has its threads and connections by
-    then, and stay until Lightning ends the run. Without workers the main process loads each batch when it is asked for.
+    numbered. The workers start when the first batch is asked for, when the main process already has other threads and
+    connections, and stay until Lightning ends the run. Without workers the main process loads each batch when it is
+    asked for.
 
     The class is no DataLoader itself and has no attribute `dataset`, so that Lightning leaves its sampling alone.
     """
@@ -59,18 +60,26 @@ class ShardLoader(ABC):
         self._dataset = dataset
         self._partition = partition
         self._rank = rank
-        self._num_workers = num_workers
-        self._prefetch_factor = prefetch_factor if num_workers else None
-        self._pin_memory = pin_memory
         self._requests: list[BatchRequest] = []
-        """The requests of the epoch: one list for the life of the DataLoader, which reads it again for each epoch."""
-        self._loader: DataLoader[Any] | None = None
+        """The requests of the epoch: always the same list, which the DataLoader reads again for each epoch."""
+        self._make_loader: Callable[[], DataLoader[Any]] = partial(
+            DataLoader,
+            dataset,
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            persistent_workers=num_workers > 0,
+            pin_memory=pin_memory,
+            collate_fn=_as_it_is,
+            worker_init_fn=partial(_start_worker, rank=rank),
+        )
         # Lightning looks for this name when a run ends: it ends the workers of the iterator and sets the name to None.
         self._iterator: Iterator[Any] | None = None
         self.wait_s = 0.0
         """Seconds that the loop has waited for batches so far."""
         self.num_skipped = 0
-        """The number of damaged samples so far that others replaced or that were left out."""
+        """The number of damaged samples so far, which others replaced or which were left out."""
         self.may_skip = dataset.on_error != "raise"
         """Whether damaged samples are skipped. Otherwise they raise errors."""
         self._last_fault = ""
@@ -85,7 +94,19 @@ class ShardLoader(ABC):
 
     def _batches(self, requests: Iterable[BatchRequest]) -> Iterator[Any]:
         """Sends the requests and yields the batches, in the same order."""
-        for loaded in self._timed(self._start(requests)):
+        self._requests[:] = requests
+        if self._iterator is None:
+            # A DataLoader cannot be used again after its workers were ended.
+            self._loader = self._make_loader()
+        # With persistent workers this is the same iterator each time, at its start again. Batches of an epoch that was
+        # given up, which the workers have prepared, are dropped.
+        loaded_batches = self._iterator = iter(self._loader)
+        while True:
+            start = time.perf_counter()
+            loaded: LoadedBatch | ShardError | None = next(loaded_batches, None)
+            self.wait_s += time.perf_counter() - start
+            if loaded is None:
+                return
             if isinstance(loaded, ShardError):
                 raise loaded
             for fault in loaded.faults:
@@ -95,34 +116,6 @@ class ShardLoader(ABC):
             if not loaded.is_empty:
                 yield loaded.batch
 
-    def _start(self, requests: Iterable[BatchRequest]) -> Iterator[LoadedBatch | ShardError]:
-        self._requests[:] = requests
-        if self._iterator is None or self._loader is None:
-            self._loader = DataLoader(
-                self._dataset,
-                batch_size=None,
-                sampler=self._requests,
-                num_workers=self._num_workers,
-                prefetch_factor=self._prefetch_factor,
-                persistent_workers=self._num_workers > 0,
-                pin_memory=self._pin_memory,
-                collate_fn=_as_it_is,
-                worker_init_fn=partial(_start_worker, rank=self._rank),
-            )
-        # With persistent workers this is the same iterator each time, at its start again. Batches of an epoch that was
-        # given up, which the workers have prepared, are dropped.
-        self._iterator = iter(self._loader)
-        return self._iterator
-
-    def _timed(self, loaded_batches: Iterator[LoadedBatch | ShardError]) -> Iterator[LoadedBatch | ShardError]:
-        while True:
-            start = time.perf_counter()
-            loaded = next(loaded_batches, None)
-            self.wait_s += time.perf_counter() - start
-            if loaded is None:
-                return
-            yield loaded
-
 
 def _as_it_is(loaded: Any) -> Any:
     """What the dataset gives is a batch already. Without this function torch would make tensors of its parts."""
@@ -131,7 +124,7 @@ def _as_it_is(loaded: Any) -> Any:
 
 def _start_worker(worker: int, rank: int) -> None:
     """What a worker process runs before it loads a batch, whether it was forked or spawned."""
-    # Seeds are for transforms that do not use the generator they are given: torch seeds workers alike on all ranks.
+    # Torch seeds workers alike on all ranks, which matters to transforms that do not use the generator they are given.
     pl_worker_init_function(worker, rank)
     leave_signals_to_parent()
     # A forked worker has copies of its rank's connections, and the other ranks learn of the rank's death only when the
@@ -185,8 +178,8 @@ class TrainLoader(ShardLoader):
     4. `iter` again, unless it is the first epoch of all or a resumed one. Then `next` for each batch.
     5. `state_dict` for each checkpoint, after any batch or at the end of an epoch.
 
-    A run that was saved at the very end of an epoch may resume in that epoch. Where no validation has run, Lightning
-    then asks for a batch before it sees that the epoch is over. `is_at_end` tells that case: the iterator ends at once.
+    A run that was saved at the very end of an epoch may resume in that epoch. If no validation ran then, Lightning asks
+    for a batch before it sees that the epoch is over. `is_at_end` tells that case, and the iterator ends at once.
     """
 
     def __init__(
@@ -211,7 +204,8 @@ class TrainLoader(ShardLoader):
             remainder: what becomes of samples that fill no step.
             num_accumulated: batches in a step.
             epoch: the first epoch.
-            max_batches: where a Trainer has the loader made, the number of batches after which it ends an epoch.
+            max_batches: the number of batches after which the Trainer ends an epoch; None: the loader was made without
+                a Trainer.
             is_at_end: whether Lightning has resumed in an epoch of which it had seen all batches.
             **kwargs: the other arguments of `ShardLoader`.
         """
@@ -253,11 +247,11 @@ class TrainLoader(ShardLoader):
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         self._left = self._whole
-        """The positions that were left when the first batch was asked for."""
+        """The positions that were left of the epoch when this loader began or resumed it."""
         self._num_before = 0
-        """The number of batches of the epoch before that."""
+        """The number of batches of the epoch that came before those positions."""
         self._num_taken = 0
-        """The number of batches that were taken since."""
+        """The number of batches that were taken from them."""
 
     @override
     def __len__(self) -> int:
@@ -316,7 +310,7 @@ class TrainLoader(ShardLoader):
         self._is_resumed = True
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change within an epoch."""
+        """What must be the same in a run that resumes in the middle of an epoch."""
         return {
             "seed": self._dataset.seed,
             "window": self._dataset.window,

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNSHUFFLED_PIECE = 1024
-"""Samples whose places are computed at once where there are no windows."""
+"""The number of samples whose places are computed at once where there are no windows."""
 
 
 class Span(NamedTuple):
-    """The positions from `start` up to `stop`, which is not included, of an epoch's order."""
+    """The positions of an epoch's order from `start` up to `stop`, which is not included."""
 
     start: int
     stop: int
@@ -114,7 +114,7 @@ class EpochOrder:
 
     @cached_property
     def _stops(self) -> NDArray[np.int64]:
-        """Where in the read order each of `_shards` ends."""
+        """The position in the read order at which each of `_shards` ends."""
         return np.cumsum(np.asarray(self.shard_sizes, dtype=np.int64)[self._shards])
 
     @cached_property

@@ -81,9 +81,10 @@ class Partition:
         return _filled((Span(0, num_samples),), self.global_batch * num_accumulated, remainder, num_samples)
 
     def rest(self, left: Spans, whole: Spans, remainder: Remainder, num_samples: int) -> Spans:
-        """What another partition left of an epoch, in whole global batches of this one.
+        """The positions that another partition left of an epoch, in whole global batches of this partition.
 
-        It is never more than this partition's `whole` epoch has, as Lightning knows the length of an epoch beforehand.
+        They are never more than this partition's `whole` epoch has, because Lightning asked for the length of an epoch
+        before and expects no more batches.
         """
         filled = _filled(left, self.global_batch, remainder, num_samples)
         return cut(filled, [min(num_positions(filled), num_positions(whole))])[0]
@@ -113,7 +114,7 @@ class Partition:
         return self._rank_share((Span(start, start + size),), batch_sizes)
 
     def left(self, spans: Spans, num_batches: int) -> Spans:
-        """What is left of spans after every rank has had `num_batches` of them.
+        """The positions that are left of spans after every rank has had `num_batches` batches of them.
 
         The rest of the range of the worker whose batch comes next stands first. The same partition then divides what is
         left into the very batches that would have followed, in the same order.

@@ -51,7 +51,8 @@ class _OpenShard:
         self._split = split
         self._folder = folder
         self._shard = -1
-        self._cursor: TarCursor | ShardError | None = None
+        self._cursor: TarCursor | ShardError = ShardError("no shard is open yet")
+        """What reads the open shard, or the error that says why it cannot be opened."""
 
     def close(self) -> None:
         """Closes the shard that is open."""
@@ -61,13 +62,13 @@ class _OpenShard:
     def read(self, place: Place) -> Sample | ShardError:
         """The sample at a place, or the error that says why it cannot be read."""
         cursor = self._cursor
-        # A cursor goes forwards only. The next place lies behind it where two spans share a window, or after a wrap.
+        # A cursor only goes forwards. A place that it has passed is asked for where two spans share a window, or
+        # after a wrap: then the shard is opened once more.
         if self._shard != place.shard or (isinstance(cursor, TarCursor) and cursor.position > place.in_shard):
             self.close()
             self._shard = place.shard
             cursor = self._cursor = self._open(place.shard)
-        if not isinstance(cursor, TarCursor):
-            assert cursor is not None
+        if isinstance(cursor, ShardError):
             return cursor
         try:
             return cursor.read(place.in_shard, place.number)

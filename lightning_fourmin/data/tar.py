@@ -32,19 +32,15 @@ class _Entry(NamedTuple):
 
     key: str
     field: str
-    name: str
-    offset: int
-    """Where its header starts, in bytes."""
-    data_offset: int
-    num_bytes: int
+    info: tarfile.TarInfo
 
 
 class TarCursor:
     """Goes through the samples of one shard, forwards only. Passing over a sample costs the reading of its headers.
 
-    Damage does not stop the cursor where it can be helped: a sample that cannot be read raises an error of its own, and
-    the next call goes on behind it. Where the structure of the tar itself is damaged every later call raises the error
-    that says where. Damaged bytes make `tarfile` raise errors of many kinds, so this class catches all of them.
+    A damaged sample raises an error of its own, and the next call goes on behind it if that is possible. Where the
+    structure of the tar itself is damaged, this call and every later one raises the error that says where. Damaged
+    bytes make `tarfile` raise errors of many kinds, so this class catches all of them.
 
     A cursor belongs to the process and thread that made it: a worker of a loader, or of `fourmin verify`.
     """
@@ -64,9 +60,9 @@ class TarCursor:
         """The number of bytes from the start of the shard that were understood."""
         self._file = file
         self._content = file
-        """What data of members is read from: the file, or for a stream tarfile's view of it, which seeks by reading."""
+        """The file from which members are read: `file` itself; of a stream tarfile's view, which seeks by reading."""
         self._tar: tarfile.TarFile | None = None
-        """Reads the headers from the first one on that is not ordinary; in a stream it reads all."""
+        """What reads the headers of a stream, and those of a file from the first one on that is not ordinary."""
         self._failure: ShardError | None = None
         """What every later read raises."""
         try:
@@ -76,7 +72,7 @@ class TarCursor:
                 self._num_bytes = sys.maxsize
                 self._tar = tarfile.open(fileobj=file, mode="r|")  # noqa: SIM115
                 self._content = cast(IO[bytes], self._tar.fileobj)
-            # The cursor always knows the first file of the next sample: only that one ends the sample before it.
+            # The cursor always knows the next file: a sample ends where the next file has another key.
             self._next = self._find()
         except Exception as error:
             self.close()
@@ -84,7 +80,7 @@ class TarCursor:
 
     def close(self) -> None:
         """Closes the file."""
-        # A program behind a pipe may complain that nobody wants the rest.
+        # Closing a `pipe:` URL before its end may make the program behind it fail.
         with suppress(OSError):
             self._file.close()
 
@@ -93,11 +89,11 @@ class TarCursor:
         while self._next is not None:
             key, wanted = self._next.key, self.position == position
             members: dict[str, Member] = {}
-            twice: _Entry | None = None
+            twice: tarfile.TarInfo | None = None
             while (entry := self._next) is not None and entry.key == key:
                 if wanted:
-                    twice = entry if entry.field in members else twice
-                    members[entry.field] = Member(entry.name, entry.offset, self._data(entry))
+                    twice = entry.info if entry.field in members else twice
+                    members[entry.field] = Member(entry.info.name, entry.info.offset, self._data(entry.info))
                 self._advance()
             self.position += 1
             if twice is not None:
@@ -118,23 +114,25 @@ class TarCursor:
                 self._failure = None
                 yield error
 
-    def _data(self, entry: _Entry) -> bytes:
+    def _data(self, info: tarfile.TarInfo) -> bytes:
         try:
-            if entry.data_offset + entry.num_bytes > self._num_bytes:
+            # Checked before the reading, for which Python would reserve memory of whatever size the header says.
+            if info.offset_data + info.size > self._num_bytes:
                 raise tarfile.ReadError("unexpected end of data")
-            self._content.seek(entry.data_offset)
-            data = self._content.read(entry.num_bytes)
-            if len(data) < entry.num_bytes:
+            self._content.seek(info.offset_data)
+            data = self._content.read(info.size)
+            # A stream has no known length.
+            if len(data) < info.size:
                 raise tarfile.ReadError("unexpected end of data")
             return data
         except Exception as error:
-            raise self._damage(f"member {entry.name} at offset {entry.offset}", error) from error
+            raise self._damage(f"member {info.name} at offset {info.offset}", error) from error
 
     def _advance(self) -> None:
         try:
             self._next = self._find()
         except Exception as error:
-            # Not raised here: the sample before is whole, and the damage is that of the next one.
+            # Not raised here: the sample that ends here is whole, and the damage is in the next one.
             self._damage(f"the member at offset {self.offset}", error)
 
     def _damage(self, where: str, error: Exception) -> ShardError:
@@ -150,7 +148,7 @@ class TarCursor:
                 if info.issparse():
                     self.offset = info.offset
                     raise tarfile.ReadError("it is a sparse file")
-                return _Entry(key, field.lower(), info.name, info.offset, info.offset_data, info.size)
+                return _Entry(key, field.lower(), info)
         return None
 
     def _header(self) -> tarfile.TarInfo | None:
@@ -205,15 +203,13 @@ def _name_and_size(block: bytes) -> tuple[str, int] | None:
 
 
 class _HashingFile:
-    """A file to write, which counts and hashes what it is given."""
+    """A file to write, which hashes the bytes that it is given."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.num_bytes = 0
         self.sha256 = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        self.num_bytes += len(data)
         self.sha256.update(data)
         return self._file.write(data)
 
@@ -221,18 +217,18 @@ class _HashingFile:
 def write_shard(path: Path, samples: Iterable[tuple[str, dict[str, bytes]]]) -> Shard:
     """Writes a shard of samples, each a key and its fields, in webdataset's format.
 
-    The same samples give the same bytes. The shard gets its name when it is complete: killed in between, the function
-    leaves a hidden file that ends in `.part`.
+    The same samples give the same bytes. The shard gets its name when it is complete: if the process is killed before,
+    it leaves a hidden file that ends in `.part`.
     """
     partial = path.with_name(f".{path.name}.part")
     num_samples = 0
     with partial.open("wb") as file:
         hashing = _HashingFile(file)
-        # Without a time of its own each member would have that of its writing.
+        # Without `mtime` each member would have the time of its writing, and the same samples other bytes.
         writer = TarWriter(hashing, encoder=False, mtime=0)
         for key, fields in samples:
             writer.write({"__key__": key, **fields})
             num_samples += 1
         writer.close()
     partial.replace(path)
-    return Shard(path.name, num_samples, hashing.num_bytes, hashing.sha256.hexdigest())
+    return Shard(path.name, num_samples, path.stat().st_size, hashing.sha256.hexdigest())

@@ -15,12 +15,12 @@ from lightning_fourmin.data.decode import IMAGE_FIELDS, Encoded, Pixels, resized
 from lightning_fourmin.data.sample import Sample
 
 NUM_TRIES = 10
-"""How often a random part is drawn that may not fit into the image."""
+"""The number of random parts that are drawn before a part of the middle is taken, since each may not fit."""
 
 
 @dataclass(frozen=True)
 class ImageTransform(ABC):
-    """Makes (pixels, label) of a sample with an image and a class.
+    """Turns a sample with an image and a class into (pixels, label).
 
     The pixels are bytes, channels last; the data module normalises them on the device.
     """
@@ -28,7 +28,7 @@ class ImageTransform(ABC):
     size: int = 224
     """Width and height of the result in pixels."""
     num_classes: int = 0
-    """Labels must be below it, unless it is 0. The data module sets it from the index."""
+    """The number of classes, below which labels must be; 0: not checked. The data module sets it from the index."""
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> tuple[Pixels, int]:
         """The pixels and the label. Raises `ShardError` if either is missing or damaged."""
@@ -59,7 +59,7 @@ def random_box(
 ) -> Box:
     """A part of the image with a random area and a random shape.
 
-    `scale` bounds its share of the area of the image, `ratio` its width by height.
+    `scale` has the bounds of its share of the image's area, `ratio` the bounds of its width divided by its height.
     """
     for _ in range(NUM_TRIES):
         area = width * height * (scale[0] + rng.random() * (scale[1] - scale[0]))
@@ -68,7 +68,7 @@ def random_box(
         if 0 < box_width <= width and 0 < box_height <= height:
             left, top = int(rng.random() * (width - box_width + 1)), int(rng.random() * (height - box_height + 1))
             return Box(left, top, box_width, box_height)
-    # No part fitted, as the image is too long for the shapes. Take the largest part of its middle that has one of them.
+    # No part fitted, since the image is too long. So take the largest part of its middle with an allowed shape.
     box_width = min(width, max(1, round(height * ratio[1])))
     box_height = min(height, max(1, round(width / ratio[0])))
     return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
@@ -81,9 +81,9 @@ class TrainImage(ImageTransform):
     scale: tuple[float, float] = (0.08, 1.0)
     """Least and largest share of the image's area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and largest width by height of the part."""
+    """Least and largest width of the part, divided by its height."""
     flip: bool = True
-    """Whether every second image, by chance, is mirrored."""
+    """Whether images are mirrored with probability 1/2."""
 
     @override
     def pixels(self, image: Encoded, rng: np.random.Generator) -> Pixels:

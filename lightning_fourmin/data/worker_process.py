@@ -1,4 +1,4 @@
-"""What ties a worker process to its parent: it ends with the parent, and leaves signals to it.
+"""The ties of a worker process to its parent: a worker ends with its parent, and leaves signals to the parent.
 
 Both functions are called at the start of a worker, in its main thread, and start one daemon thread each. Workers of
 loaders call both, those of `fourmin pack` and `verify` only the first.
@@ -11,7 +11,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Lets this worker end as soon as its parent is gone, even killed, instead of waiting for its next task."""
+    """Lets this worker end as soon as its parent has ended, even if that was killed and could not tell its workers."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -26,8 +26,9 @@ def end_with_parent() -> None:
 def leave_signals_to_parent() -> None:
     """Lets this worker ignore the signals that a terminal or a scheduler sends to all processes of a job.
 
-    The parent handles them, and may still need what the worker makes, to end in good order. Only a SIGTERM that the
-    parent itself sends is obeyed. Must be called before the worker starts threads, as these inherit the blocked signal.
+    The parent handles them, and may still need results of the worker to end in good order. Only a SIGTERM that the
+    parent itself sends is obeyed. Must be called before the worker starts threads, because SIGTERM is blocked in this
+    thread and those that it starts later.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -36,7 +37,7 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who has sent a signal
         return
-    # For threads of libraries, which do not block the signal: without a handler it would end the process.
+    # Threads that libraries have started before do not block SIGTERM. Without a handler it would end the process there.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

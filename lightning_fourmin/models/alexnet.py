@@ -3,7 +3,7 @@
     conv1 - relu - pool - bn    conv2 - relu - pool - bn    conv3 - relu - bn    conv4 - relu - bn
     conv5 - relu - pool - [bn5] - fc6 - relu - dropout - fc7 - relu - dropout - fc8
 
-Without bn5 the inputs of fc6 drift as conv5 learns, which costs 1.6 points of top-1 at a batch of 64K.
+Without bn5 the inputs of fc6 drift as conv5 learns, which costs 1.6 points of top-1 at a global batch of 64K.
 """
 
 from collections import OrderedDict
@@ -18,47 +18,37 @@ class _Shape:
     """What the large and the small net differ in."""
 
     widths: tuple[int, int, int, int, int]
-    first_kernel: int
-    first_stride: int
-    first_padding: int
+    """The number of channels of each convolution."""
+    conv1: tuple[int, int, int]
+    """Kernel, stride and padding of the first convolution. The others have stride 1 and keep the size of the image."""
     pool_padding: int
     hidden: int
-    """Number of features of fc6 and fc7."""
-
-    def side_after_pool5(self, image_size: int) -> int:
-        """Width and height of what fc6 gets, in pixels."""
-        side = (image_size + 2 * self.first_padding - self.first_kernel) // self.first_stride + 1
-        for _ in range(3):
-            side = (side + 2 * self.pool_padding - 3) // 2 + 1
-        return side
+    """The number of features of fc6 and fc7."""
 
 
-_BIG = _Shape((96, 256, 384, 384, 256), first_kernel=11, first_stride=4, first_padding=0, pool_padding=0, hidden=4096)
-_SMALL = _Shape((32, 64, 96, 96, 64), first_kernel=5, first_stride=1, first_padding=2, pool_padding=1, hidden=512)
+_BIG = _Shape((96, 256, 384, 384, 256), conv1=(11, 4, 0), pool_padding=0, hidden=4096)
+_SMALL = _Shape((32, 64, 96, 96, 64), conv1=(5, 1, 2), pool_padding=1, hidden=512)
 
 
 class AlexNetBN(nn.Sequential):
     """AlexNet with batch norm. The layers have the names of the paper: `conv1.weight` is its first parameter."""
 
     def __init__(self, num_classes: int, shape: _Shape, image_size: int, bn5: bool, dropout: float) -> None:
-        side = shape.side_after_pool5(image_size)
-        if side < 1:
-            raise ValueError(f"image_size={image_size} leaves nothing after pool5: use larger images or a smaller net")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        before = 3
-        for number, width in enumerate(shape.widths, start=1):
-            if number == 1:
-                conv = nn.Conv2d(before, width, shape.first_kernel, shape.first_stride, shape.first_padding)
-            else:
-                kernel = 5 if number == 2 else 3
-                conv = nn.Conv2d(before, width, kernel, padding=kernel // 2)
-            layers[f"conv{number}"] = conv
+        side, before = image_size, 3
+        convs = (shape.conv1, (5, 1, 2), *[(3, 1, 1)] * 3)
+        for number, (width, (kernel, stride, padding)) in enumerate(zip(shape.widths, convs, strict=True), start=1):
+            layers[f"conv{number}"] = nn.Conv2d(before, width, kernel, stride, padding)
             layers[f"relu{number}"] = nn.ReLU(inplace=True)
+            side = (side + 2 * padding - kernel) // stride + 1
             if number in (1, 2, 5):
                 layers[f"pool{number}"] = nn.MaxPool2d(3, stride=2, padding=shape.pool_padding)
+                side = (side + 2 * shape.pool_padding - 3) // 2 + 1
             if number < 5 or bn5:
                 layers[f"bn{number}"] = nn.BatchNorm2d(width)
             before = width
+        if side < 1:
+            raise ValueError(f"image_size={image_size} leaves nothing after pool5: use larger images or a smaller net")
         layers["flatten"] = nn.Flatten()
         before *= side * side
         for number in (6, 7):
@@ -69,14 +59,12 @@ class AlexNetBN(nn.Sequential):
         layers["fc8"] = nn.Linear(before, num_classes)
         super().__init__(layers)
         self.image_size = image_size
-        self._init_weights()
-
-    def _init_weights(self) -> None:
         for layer in self:
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 assert layer.bias is not None
                 nn.init.zeros_(layer.bias)
+        # Small, so that all classes are about equally likely at first.
         nn.init.normal_(self.get_parameter("fc8.weight"), std=0.01)
 
     @override

@@ -88,14 +88,14 @@ class ImageClassifier(LightningModule):
         self._weight_decay, self._decay_all = weight_decay, decay_all
         self._label_smoothing, self._compile = label_smoothing, compile
         self._configured_options: list[dict[str, Any]] = []
-        """The options of each group of the optimizer as this run has them configured."""
+        """The options of each group of the optimizer as they are configured for this run."""
         self._option_names: set[str] = set()
         """The names of all options of the optimizer."""
         self.rate_plan: RatePlan | None = None
-        """The rate of every step. It is known when training starts, because only then the number of steps is."""
+        """The rate of every step; None until training starts, as the number of steps is not known before."""
         self._saved_steps_per_epoch: float | None = None
         """The steps per epoch of the run that is resumed; None: nothing is resumed, or the rates are planned."""
-        # Keeps a NaN in the mean. To drop it, as is the default, would report the loss of another set of samples.
+        # A NaN stays in the mean. The default drops it, and would report the loss of only some of the samples.
         self.eval_loss = MeanMetric(nan_strategy=math.nan)
         self.top1, self.top5 = (
             # With fewer classes than five, top-5 is 1 by definition.
@@ -105,7 +105,8 @@ class ImageClassifier(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        # Only the net, as `self.log` cannot be compiled. And not earlier, as pickling for spawned ranks would undo it.
+        # Only the net is compiled, because `self.log` cannot be. It is done here, because spawned ranks get the net
+        # pickled: compiled earlier, it would arrive uncompiled.
         if self._compile:
             self.net.compile()
 
@@ -152,6 +153,7 @@ class ImageClassifier(LightningModule):
         if self._decay_all:
             groups = [{"params": list(self.net.named_parameters()), "weight_decay": self._weight_decay}]
         optimizer = self._optimizer(groups)
+        # A lambda, not the bound method: a scheduler's state has the attributes of any callable but a plain function.
         scheduler = LambdaLR(optimizer, lambda step: self._lr_factor(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -175,13 +177,14 @@ class ImageClassifier(LightningModule):
         self._saved_steps_per_epoch = checkpoint.get(STEPS_PER_EPOCH)
 
     def _apply_configured_options(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
-        """Replaces the options of the checkpoint, which a resumed run has up to here, by those of this run."""
-        changes = []
+        """Replaces the options that a resumed run got from its checkpoint by those that are configured."""
+        # Lightning has restored the optimizer by now, so its groups have the options of the checkpoint.
         if unknown := self._option_names - optimizer.param_groups[0].keys():
             raise ValueError(
                 f"the checkpoint is of another optimizer, which has no {', '.join(sorted(unknown))}: resume with the "
                 "same optimizer, or train without resume"
             )
+        changes = []
         for group, options in zip(optimizer.param_groups, self._configured_options, strict=False):
             changes += [
                 f"{name.removeprefix('initial_')} {group[name]} -> {value}"
@@ -213,7 +216,7 @@ class ImageClassifier(LightningModule):
         rank_zero_info("\n".join(self.rate_plan.in_words()))
 
     def _num_steps(self) -> tuple[float, int]:
-        """The optimizer's steps in an epoch, which may be infinitely many, and in the run."""
+        """The number of the optimizer's steps in an epoch, which may be infinite, and in the whole run."""
         trainer = self.trainer
         per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
         if per_epoch < math.inf:
@@ -227,6 +230,7 @@ class ImageClassifier(LightningModule):
         return per_epoch, int(total)
 
     def _global_batch(self) -> GlobalBatch | None:
+        """The parts of the global batch; None if neither the data module nor the loader says its batch size."""
         trainer = self.trainer
         for source in (getattr(trainer, "datamodule", None), trainer.train_dataloader):
             if isinstance(size := getattr(source, "batch_size", None), int):

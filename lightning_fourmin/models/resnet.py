@@ -1,4 +1,4 @@
-"""ResNets as large batches need them: v1.5, with gamma 0 at the start in the last batch norm of each branch.
+"""ResNets as large batches need them: v1.5, and the last batch norm of each branch begins with gamma 0.
 
 So every block begins as the identity, and the first steps, whose rate is high, train a shallow net.
 """
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 
-def _conv(before: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(before, width, kernel, stride, padding=kernel // 2, bias=False)
+def _conv_and_norm(before: int, width: int, kernel: int, stride: int = 1) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    # The convolution needs no bias, since the batch norm has one.
+    return nn.Conv2d(before, width, kernel, stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(width)
 
 
 class _Block(nn.Module):
@@ -23,7 +24,7 @@ class _Block(nn.Module):
         self.skip: nn.Module = nn.Identity()
         out = self.last_norm.num_features
         if stride != 1 or before != out:
-            self.skip = nn.Sequential(_conv(before, out, 1, stride), nn.BatchNorm2d(out))
+            self.skip = nn.Sequential(*_conv_and_norm(before, out, 1, stride))
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
@@ -39,25 +40,20 @@ class _Block(nn.Module):
 
 def _basic(before: int, width: int, stride: int) -> nn.Sequential:
     return nn.Sequential(
-        _conv(before, width, 3, stride),
-        nn.BatchNorm2d(width),
+        *_conv_and_norm(before, width, 3, stride),
         nn.ReLU(inplace=True),
-        _conv(width, width, 3),
-        nn.BatchNorm2d(width),
+        *_conv_and_norm(width, width, 3),
     )
 
 
 def _bottleneck(before: int, width: int, stride: int) -> nn.Sequential:
     # In v1.5 the 3x3 convolution has the stride. In v1 the first 1x1 had it and left out three quarters of its inputs.
     return nn.Sequential(
-        _conv(before, width, 1),
-        nn.BatchNorm2d(width),
+        *_conv_and_norm(before, width, 1),
         nn.ReLU(inplace=True),
-        _conv(width, width, 3, stride),
-        nn.BatchNorm2d(width),
+        *_conv_and_norm(width, width, 3, stride),
         nn.ReLU(inplace=True),
-        _conv(width, 4 * width, 1),
-        nn.BatchNorm2d(4 * width),
+        *_conv_and_norm(width, 4 * width, 1),
     )
 
 
@@ -80,7 +76,7 @@ class ResNet(nn.Sequential):
         Args:
             num_classes: number of outputs.
             stem: the layers before the first stage.
-            make_branch: makes the branch of a block, of the channels before it, its width and its stride.
+            make_branch: makes the branch of a block; called with the channels before it, its width and its stride.
             width: channels of the first stage.
             depths: number of blocks in each stage.
         """
@@ -97,9 +93,6 @@ class ResNet(nn.Sequential):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(before, num_classes)
-        self._init_weights()
-
-    def _init_weights(self) -> None:
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -111,7 +104,7 @@ class ResNet(nn.Sequential):
 
 def _imagenet_stem() -> nn.Sequential:
     pool = nn.MaxPool2d(3, stride=2, padding=1)
-    return nn.Sequential(_conv(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(inplace=True), pool)
+    return nn.Sequential(*_conv_and_norm(3, 64, 7, 2), nn.ReLU(inplace=True), pool)
 
 
 def resnet50(num_classes: int = 1000) -> ResNet:
@@ -126,5 +119,5 @@ def resnet18(num_classes: int = 1000) -> ResNet:
 
 def resnet_small(num_classes: int = 10) -> ResNet:
     """ResNet-20 for images of 8 to 64 pixels: 65 tensors, 0.27 M parameters at 10 classes."""
-    stem = nn.Sequential(_conv(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+    stem = nn.Sequential(*_conv_and_norm(3, 16, 3), nn.ReLU(inplace=True))
     return ResNet(num_classes, stem, _basic, 16, (3, 3, 3))

@@ -50,7 +50,7 @@ class PackOptions:
     split: str = "train"
     """Name of the split in the index, and the first part of the names of its shards."""
     shard_mb: float = 128.0
-    """Source images of a shard, in 10^6 bytes."""
+    """The size of the source images of a shard together, in 10^6 bytes."""
     shard_count: int | None = None
     """Number of shards, instead of shard_mb."""
     seed: int = 0
@@ -58,9 +58,9 @@ class PackOptions:
     resize: int | None = None
     """Pixels of the short side of images that are larger; they become JPEG. None: images stay as they are."""
     quality: int | None = None
-    """JPEG quality, 1 to 100. Given without resize, all images become JPEG of it. None: 95 where images are resized."""
+    """JPEG quality, 1 to 100. Without resize it makes all images JPEG. None: 95 for images that are resized."""
     num_workers: int | None = None
-    """Processes; None: one a core."""
+    """The number of worker processes; None: one for each core."""
 
     def __post_init__(self) -> None:
         if not self.src.is_dir():
@@ -119,7 +119,9 @@ def pack(options: PackOptions) -> Index:
     classes, sources = _find(options, _index_so_far(options).classes)
     _warn_of_empty(options, classes, sources)
     tasks = _cut(options, sources)
-    journal = _Journal(options.out, options.split, _content(options, classes, tasks))
+    # What the bytes of the shards depend on.
+    content = json.dumps([options.resize, options.quality, classes, [task.sources for task in tasks]])
+    journal = _Journal(options.out, options.split, content)
     written = journal.read()
     todo = [task for task in tasks if task.number not in written]
     faults: list[str] = []
@@ -148,7 +150,7 @@ def pack(options: PackOptions) -> Index:
             f"{options.out / INDEX_NAME} has got other classes since this pack began: remove the shards of split "
             f"{options.split!r} and pack it again"
         )
-    index = before.with_split(options.split, split, classes)
+    index = Index(classes, before.splits | {options.split: split})
     index.write(options.out)
     journal.remove()
     return index
@@ -169,7 +171,7 @@ def _index_so_far(options: PackOptions) -> Index:
 
 
 def _find(options: PackOptions, known_classes: tuple[str, ...]) -> tuple[tuple[str, ...], list[_Source]]:
-    """The classes, and all images in an order that depends on names and seed only."""
+    """The classes, and all images in an order that depends on nothing but their names and the seed."""
     tops = sorted(_visible(options.src))
     found = [path.name for path in tops if path.is_dir()]
     classes = known_classes or tuple(found)
@@ -250,11 +252,6 @@ def _cut(options: PackOptions, sources: list[_Source]) -> list[_Task]:
     ]
 
 
-def _content(options: PackOptions, classes: tuple[str, ...], tasks: list[_Task]) -> str:
-    """A text that differs if the bytes of any shard would."""
-    return json.dumps([options.resize, options.quality, classes, [task.sources for task in tasks]])
-
-
 class _Journal:
     """Remembers which shards of an unfinished pack are complete, in a hidden folder beside them with a file for each.
 
@@ -268,7 +265,7 @@ class _Journal:
         self._fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def read(self) -> dict[int, _Written]:
-        """The shards that need not be written again. If their content would differ now, they are removed instead."""
+        """The shards that are complete, by number. They are removed instead if their content would be another now."""
         plan = self._folder / "plan"
         entries = {}
         for path in self._folder.glob("*.json"):
@@ -307,7 +304,7 @@ class _Journal:
 
 
 def _write(task: _Task) -> _Written | list[str]:
-    """Called in a worker: writes a shard; if images are damaged, writes none and gives the faults."""
+    """Called in a worker: writes the shard of a task. If images are damaged, it removes it and returns the faults."""
     faults: list[str] = []
     sizes: list[tuple[int, int]] = []
 

@@ -5,8 +5,8 @@
     shows the counter in a bar     <-  one counter in shared memory, which all of them increase
     yields each result as it comes <-  what work(task) returned, pickled
 
-Workers are forked where that is the default of Python (Linux up to 3.13), otherwise they import what they need. A
-worker ends with the main process, also when that one is killed.
+Workers are forked where that is the default of Python (Linux up to 3.13). Otherwise they are new processes, which
+import what they need. A worker ends with the main process, even if that is killed.
 """
 
 import multiprocessing
@@ -55,11 +55,6 @@ def _start_worker(num_done: "Synchronized[int]") -> None:
     end_with_parent()
 
 
-def _num_cores() -> int:
-    """The number of cores of this job, where the system tells: SLURM and containers give it some of the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run_tasks(
     work: Callable[[_Task], _Result],
     tasks: Sequence[_Task],
@@ -79,6 +74,8 @@ def run_tasks(
     """
     if not tasks:
         return
+    # SLURM and containers may give this job only some of the machine's cores; macOS does not tell which.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_done = multiprocessing.Value("q", 0)
     columns = (
         TextColumn(label),
@@ -88,10 +85,11 @@ def run_tasks(
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     pool = ProcessPoolExecutor(
-        min(num_workers or _num_cores(), len(tasks)), initializer=_start_worker, initargs=(num_done,)
+        min(num_workers or num_cores, len(tasks)), initializer=_start_worker, initargs=(num_done,)
     )
     try:
-        # Submitted before the progress bar starts: that has a thread, and a process is better forked without threads.
+        # Submitting starts the workers. The progress bar comes later, as it starts a thread, and a process should be
+        # forked while it has none.
         futures = {pool.submit(work, task): task for task in tasks}
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task(label, total=num_samples)

@@ -2,7 +2,7 @@
 
 main process                                       worker processes
 reads the index, or finds the shards itself    ->  check_shard: reads a shard once, from end to end
-compares the shards with each other            <-  what the shard is and which faults it has
+looks for gaps in the numbers of the shards    <-  checksum, sizes and labels of the shard, and its faults
 reports the faults; with index=true and no faults, writes the index
 """
 
@@ -29,7 +29,7 @@ from lightning_fourmin.errors import ShardError
 _NAME = re.compile(r"([^/\s]*?)[-_]?(\d+)\.tar")
 PIECE_BYTES = 1 << 20
 MAX_CLASSES = 1_000_000
-"""In shards without an index a larger label is some other number, and would make that many classes."""
+"""The limit of labels in shards without an index, because the index gets a class for each number up to the largest."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class VerifyOptions:
     path: str
     """Folder or URL with an index; without an index also URLs of shards: http://host/train-{000..146}.tar."""
     index: bool = False
-    """Makes the index of shards that have none."""
+    """Whether to make the index of shards that have none."""
     out: Path | None = None
     """Where that index goes. None: the folder itself."""
     decode: bool = False
-    """Decodes every image, too."""
+    """Whether every image is decoded, not only its header read."""
     pipes: bool = False
     """Whether shards may be `pipe:` URLs, which run commands."""
     num_workers: int | None = None
-    """Processes; None: one a core."""
+    """The number of worker processes; None: one for each core."""
 
     def __post_init__(self) -> None:
         if self.num_workers is not None and self.num_workers < 1:
@@ -77,7 +77,7 @@ class CheckTask:
     num_classes: int
     """Labels must be below it; 0: not known."""
     expected: Shard | None
-    """What the index says, if there is one."""
+    """The entry of the shard in the index; None: there is no index yet."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,16 @@ def verify(options: VerifyOptions) -> Report:
     if options.index:
         return _make_index(options)
     index = read_index(options.path, pipes=options.pipes)
-    tasks = [
-        CheckTask(joined_location(options.path, shard.name), shard.name, options.decode, len(index.classes), shard)
-        for split in index.splits.values()
-        for shard in split.shards
-    ]
-    checked = _check(tasks, options.num_workers, sum(split.num_samples for split in index.splits.values()))
-    faults = [fault for task in tasks for fault in checked[task].faults]
-    for split in index.splits.values():
-        faults += _gaps([shard.name for shard in split.shards])
+    tasks = {
+        name: [
+            CheckTask(joined_location(options.path, shard.name), shard.name, options.decode, len(index.classes), shard)
+            for shard in split.shards
+        ]
+        for name, split in index.splits.items()
+    }
+    _, faults = _check(tasks, options.num_workers, sum(split.num_samples for split in index.splits.values()))
     if not is_url(options.path):
-        indexed = {task.name for task in tasks}
+        indexed = {shard.name for split in index.splits.values() for shard in split.shards}
         strangers = sorted(path.name for path in Path(options.path).glob("*.tar") if path.name not in indexed)
         faults += [f"{name} is in the folder but not in the index" for name in strangers]
     return Report(index, tuple(faults))
@@ -119,15 +118,11 @@ def _make_index(options: VerifyOptions) -> Report:
         raise ShardError(f"path={options.path} is a URL: say with out=DIR where its index goes")
     if (out / INDEX_NAME).exists():
         raise ShardError(f"{out / INDEX_NAME} is there already: verify without index=true, or remove it first")
-    names_of = _find(options)
     tasks = {
         split: [CheckTask(joined_location(options.path, name), name, options.decode, 0, None) for name in names]
-        for split, names in names_of.items()
+        for split, names in _find(options).items()
     }
-    checked = _check([task for part in tasks.values() for task in part], options.num_workers, None)
-    faults = [fault for part in tasks.values() for task in part for fault in checked[task].faults]
-    for names in names_of.values():
-        faults += _gaps(names)
+    checked, faults = _check(tasks, options.num_workers, None)
     splits = {
         split: Split(
             tuple(checked[task].shard for task in part), ImageSizes.merged(checked[task].sizes for task in part)
@@ -173,8 +168,16 @@ def _gaps(names: list[str]) -> list[str]:
     ]
 
 
-def _check(tasks: list[CheckTask], num_workers: int | None, num_samples: int | None) -> dict[CheckTask, Checked]:
-    return dict(run_tasks(check_shard, tasks, num_workers=num_workers, label="samples", num_samples=num_samples))
+def _check(
+    tasks_of: dict[str, list[CheckTask]], num_workers: int | None, num_samples: int | None
+) -> tuple[dict[CheckTask, Checked], list[str]]:
+    """Checks the shards of each split: what was found in each shard, and the faults of all, gaps last."""
+    tasks = [task for part in tasks_of.values() for task in part]
+    checked = dict(run_tasks(check_shard, tasks, num_workers=num_workers, label="samples", num_samples=num_samples))
+    faults = [fault for task in tasks for fault in checked[task].faults]
+    for part in tasks_of.values():
+        faults += _gaps([task.name for task in part])
+    return checked, faults
 
 
 def check_shard(task: CheckTask) -> Checked:
@@ -184,7 +187,7 @@ def check_shard(task: CheckTask) -> Checked:
     shard = Shard(task.name, 0, 0, "")
     try:
         file = _HashingStream(open_source(task.location))
-        # As a stream, also if it is a local file: so every byte is read and hashed.
+        # Read as a stream even if it is a local file, so that every byte is read and hashed.
         cursor = TarCursor(cast(IO[bytes], file), task.name, seeks=False)
         for sample in cursor.samples():
             faults += [str(sample)] if isinstance(sample, ShardError) else seen.check(sample)
@@ -202,7 +205,7 @@ def check_shard(task: CheckTask) -> Checked:
 
 
 class _HashingStream:
-    """A stream to read, which counts and hashes what it gives."""
+    """A stream to read, which counts and hashes the bytes that were read from it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -244,7 +247,7 @@ def _compare(shard: Shard, expected: Shard | None) -> list[str]:
 
 
 class _Seen:
-    """What the samples of a shard have in common, and which of them differ from the others."""
+    """The samples of a shard so far: their keys, fields, labels and image sizes, and the faults that these show."""
 
     def __init__(self, task: CheckTask) -> None:
         self._task = task
