@@ -17,9 +17,9 @@ from lightning_fourmin.precision.plugin import FourMinPrecision
 class FiniteCheck(Callback):
     """Ends all ranks with an error, before the optimizer's step, when a gradient is not finite.
 
-    The gradients are those after the all-reduce, so all ranks decide alike. They ask each other only where ranks keep
-    gradients of their own (of parameters that DDP ignores, or that only optimizers have). Where the precision plugin
-    skips such steps (`FourMinPrecision`, Lightning's "16-mixed") this callback checks nothing.
+    The gradients are those after the all-reduce, so all ranks decide alike. They ask each other only if ranks keep
+    gradients of their own (of parameters that DDP ignores, or that only optimizers have). If the precision plugin skips
+    such steps (`FourMinPrecision`, Lightning's "16-mixed"), this callback checks nothing.
     """
 
     def __init__(self) -> None:
@@ -51,6 +51,7 @@ class FiniteCheck(Callback):
             finite = trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             return
+        # All ranks come here together, so the collectives below are safe.
         where = BadStep.examine(pl_module, optimizer)
         bad_batch = torch.tensor(_has_non_finite(self._batch), device=pl_module.device)
         bad_ranks = [str(rank) for rank, bad in enumerate(values_of_ranks(trainer, bad_batch)) if bad]
