@@ -42,9 +42,8 @@ class FiniteCheck(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         precision = trainer.precision_plugin
-        if isinstance(precision, FourMinPrecision):
-            return
-        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        has_scaler = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        if has_scaler or isinstance(precision, FourMinPrecision):
             return
         finite = all_finite([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
         if self._ranks_differ:

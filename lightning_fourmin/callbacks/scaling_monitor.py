@@ -36,29 +36,29 @@ KEPT_ALONE = 9
 """The number of such steps, the last ones, from which the median is taken."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScalingSummary:
     """Throughput T = S * N * e of all ranks, from medians over steps. A field is None where it is not known."""
 
-    S: float | None
+    S: float | None = None
     """Samples a second of one rank while it neither waits for others nor sends gradients."""
     N: int
     """The number of ranks."""
-    e: float | None
+    e: float | None = None
     """Scaling efficiency, 0 to 1: the share of a step that computing alone would take, mean over ranks."""
     T: float
     """Samples a second of all ranks."""
     step_ms: float
     """The time from the end of one optimizer step to the end of the next."""
-    comm_ms: float | None
+    comm_ms: float | None = None
     """The time of a step in which gradients are in flight."""
-    exposed_ms: float | None
+    exposed_ms: float | None = None
     """The time of a step in which a rank waits for others or for gradients, and cannot compute."""
-    bus_mb_per_s: float | None
+    bus_mb_per_s: float | None = None
     """2 (N - 1) / N times the bytes of the gradients on the wire, by `comm_ms`: comparable between numbers of ranks."""
-    slowest_rank: int | None
+    slowest_rank: int | None = None
     """The rank that computes longest."""
-    slowest_wait_ms: float | None
+    slowest_wait_ms: float | None = None
     """The time by which that rank computes longer than the median of the others."""
 
 
@@ -125,9 +125,8 @@ class ScalingMonitor(Callback):
         self._steps.clear()
         self._alone_s.clear()
         self._num_steps = 0
-        self._meter = None
-        if isinstance(trainer.strategy, FourMinStrategy):
-            self._meter = trainer.strategy.measure_communication()
+        strategy = trainer.strategy
+        self._meter = strategy.measure_communication() if isinstance(strategy, FourMinStrategy) else None
         if self._meter is not None:
             loop = trainer.fit_loop.epoch_loop
             vars(loop)[ASK_BEFORE_BATCH] = _timed(getattr(loop, ASK_BEFORE_BATCH), self._meter)
@@ -245,8 +244,7 @@ def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
     samples_a_s = sum(step.num_samples for step in everyones) / step_s
     exposed_s = statistics.fmean(step.exposed_s for step in everyones)
     if math.isnan(exposed_s):
-        unknown = dict.fromkeys(("S", "e", "comm_ms", "exposed_ms", "bus_mb_per_s", "slowest_rank", "slowest_wait_ms"))
-        return ScalingSummary(N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s, **unknown)
+        return ScalingSummary(N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s)
     computing_s = [step.computing_s for step in everyones]
     alone_s = [step.computing_s if math.isnan(step.alone_s) else min(step.alone_s, step.step_s) for step in everyones]
     efficiency = statistics.fmean(s / step.step_s for s, step in zip(alone_s, everyones, strict=True))

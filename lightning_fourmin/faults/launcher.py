@@ -91,6 +91,8 @@ class PatientLauncher(SubprocessScriptLauncher):
 
 
 class _PatientObserver(ChildProcessObserver):
+    """Lightning's thread that kills all ranks when one has died; it waits for `GRACE_S` before."""
+
     @override
     def _terminate_all(self) -> None:
         time.sleep(GRACE_S)
@@ -99,6 +101,7 @@ class _PatientObserver(ChildProcessObserver):
 
 @contextmanager
 def _watch_of_launcher() -> Iterator[None]:
+    """Lets a thread end this process when the launcher is lost while the context is open."""
     launcher, status, done = os.getppid(), None, threading.Event()
     with suppress(KeyError, OSError):
         status = os.open(os.environ[LAUNCHER_STATUS], os.O_RDONLY)

@@ -124,9 +124,7 @@ class FourMinPrecision(HalfPrecision):
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    @override
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    module_init_context = tensor_init_context
 
     @override
     @contextmanager
