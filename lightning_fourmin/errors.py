@@ -6,7 +6,7 @@ plain `ValueError`s, as everywhere in Python.
 
 
 class FourMinError(Exception):
-    """What all errors below have in common."""
+    """The base of all errors that this package raises on purpose."""
 
 
 class LostRankError(FourMinError, RuntimeError):
@@ -14,11 +14,11 @@ class LostRankError(FourMinError, RuntimeError):
 
 
 class CheckpointError(FourMinError):
-    """A checkpoint that could not be saved, or a file that is no whole checkpoint."""
+    """A checkpoint could not be saved, or a file is not a complete checkpoint."""
 
 
 class ShardError(FourMinError, RuntimeError):
-    """A shard, an index or a sample that is missing, damaged or not what it should be."""
+    """A shard, an index or a sample is missing, damaged or not what it should be."""
 
     def __init__(self, text: str, *details: str) -> None:
         """Each of `details` gets a line of its own below the text."""
@@ -29,26 +29,26 @@ class ShardError(FourMinError, RuntimeError):
 
 
 class ConfigError(FourMinError, ValueError):
-    """A configuration that makes no training, and what to change."""
+    """A configuration cannot be trained with; the text says what to change."""
 
 
 class PlanError(FourMinError):
-    """Settings of a prediction that make no sense, with the field that they stand in."""
+    """The settings of a prediction make no sense; the text names the field."""
 
 
 class RunError(FourMinError, ValueError):
-    """A folder that holds no readable run."""
+    """A folder holds no readable run."""
 
 
 class RankError(FourMinError):
-    """What the first rank that failed says, and where it was."""
+    """A rank failed: the error of the first one that did, and where it was raised."""
 
     def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
         self.details = details
-        """The traceback, or nothing."""
+        """The traceback of the rank, or an empty text."""
 
 
 def _escaped(text: str) -> str:
-    """The text with escapes for unprintable characters: names in a shard may hold what a terminal obeys."""
+    """Returns the text with escapes for unprintable characters: names in a shard may hold terminal commands."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,11 +1,11 @@
-"""Files that are complete or not there at all, or in memory only, and the folder for those that the package keeps."""
+"""Writing files that are complete or not there at all, files in memory, and the folder that the package caches in."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes beside the target and renames, so that a reader never sees half a file."""
+    """Writes a file beside the target and renames it, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -16,7 +16,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def file_in_memory(name: str) -> int | None:
-    """The descriptor of a file without a path, which goes with its last user; None where there is no such thing."""
+    """Returns the descriptor of a file in memory, which lasts while it is open anywhere; None if that is impossible."""
     try:
         return os.memfd_create(name)
     except (AttributeError, OSError):  # not on this system, or not allowed
@@ -24,5 +24,5 @@ def file_in_memory(name: str) -> int | None:
 
 
 def cache_folder() -> Path:
-    """Where the package keeps files of its own between runs."""
+    """Returns the folder in which the package keeps files of its own between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fourmin"

@@ -9,15 +9,15 @@ from typing_extensions import override
 
 @runtime_checkable
 class MonitoredLoader(Protocol):
-    """What the monitor reads of a train loader. The loaders of `ShardDataModule` have it; others may have it as well.
+    """What the monitor reads from a train loader. The loaders of `ShardDataModule` have it; others may have it as well.
 
-    It is a protocol rather than their class, because callbacks work without the packages that shards need.
+    It is a protocol, because the class of those loaders needs packages that callbacks have to work without.
     """
 
     wait_s: float
-    """Seconds that the loop has waited for batches of this loader so far."""
+    """The seconds that the training loop has waited for batches of this loader so far."""
     num_skipped: int
-    """Number of damaged samples that this rank has skipped so far."""
+    """The number of damaged samples that this rank has skipped so far."""
     may_skip: bool
     """Whether damaged samples are skipped at all. It must be the same on all ranks."""
 
@@ -25,16 +25,16 @@ class MonitoredLoader(Protocol):
 class DataMonitor(Callback):
     """Logs `data_wait_ms` and `data_skipped` to all loggers, after every `log_every_n_steps` batches of training.
 
-    `data_wait_ms` is the mean time that rank 0 waited for a batch since the last row. `data_skipped` is the number of
-    damaged samples that all ranks have skipped so far; where they may be skipped, the ranks add it up in a collective
-    of the main thread. Nothing is logged for loaders that do not count these two, such as torch's own.
+    `data_wait_ms` is the mean time that rank 0 waited for a batch since it was last logged. `data_skipped` is the
+    number of damaged samples that all ranks have skipped so far; if samples may be skipped, the ranks add the number up
+    in a collective of the main thread. Nothing is logged for loaders that do not count these two, such as torch's own.
     """
 
     def __init__(self) -> None:
         self._logged_wait_s = 0.0
-        """The part of the loader's waiting that is logged already."""
+        """The part of the loader's `wait_s` that was logged already."""
         self._num_batches = 0
-        """Batches since the last row."""
+        """The number of batches since values were last logged."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -44,7 +44,7 @@ class DataMonitor(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader = trainer.train_dataloader
         if isinstance(loader, MonitoredLoader) and loader.wait_s < self._logged_wait_s:
-            # Another loader, as `reload_dataloaders_every_n_epochs` makes them.
+            # This is another loader, which `reload_dataloaders_every_n_epochs` has made.
             self._begin(loader)
 
     def _begin(self, loader: Any) -> None:

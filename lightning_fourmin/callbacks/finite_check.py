@@ -17,9 +17,9 @@ from lightning_fourmin.precision.plugin import FourMinPrecision
 class FiniteCheck(Callback):
     """Ends all ranks with an error, before the optimizer's step, when a gradient is not finite.
 
-    The gradients are those after the all-reduce, so all ranks decide alike. They ask each other only where ranks keep
-    gradients of their own (of parameters that DDP ignores, or that only optimizers have). Where the precision plugin
-    skips such steps (`FourMinPrecision`, Lightning's "16-mixed") this callback checks nothing.
+    The gradients are those after the all-reduce, so all ranks decide alike. They ask each other only if ranks keep
+    gradients of their own (of parameters that DDP ignores, or that only optimizers have). If the precision plugin skips
+    such steps (`FourMinPrecision`, Lightning's "16-mixed"), this callback checks nothing.
     """
 
     def __init__(self) -> None:
@@ -42,15 +42,15 @@ class FiniteCheck(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         precision = trainer.precision_plugin
-        if isinstance(precision, FourMinPrecision):
-            return
-        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        has_scaler = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        if has_scaler or isinstance(precision, FourMinPrecision):
             return
         finite = all_finite([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
         if self._ranks_differ:
             finite = trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             return
+        # All ranks come here together, so the collectives below are safe.
         where = BadStep.examine(pl_module, optimizer)
         bad_batch = torch.tensor(_has_non_finite(self._batch), device=pl_module.device)
         bad_ranks = [str(rank) for rank, bad in enumerate(values_of_ranks(trainer, bad_batch)) if bad]

@@ -1,4 +1,4 @@
-"""Saves in the middle of an epoch when a scheduler, or a machine that goes down, asks the run to end."""
+"""A checkpoint in the middle of an epoch when a scheduler, or a machine that shuts down, asks the run to end."""
 
 import os
 import signal
@@ -28,11 +28,12 @@ from lightning_fourmin._lightning import (
 FILE_NAME = "last.ckpt"
 EXIT_CODE = 128 + signal.SIGTERM
 MAX_STEPS = 50
-"""The most steps between two questions, however fast steps have been: those to come may be slower."""
+"""The largest number of steps after which ranks ask each other again, however fast steps have been: later steps may be
+slower."""
 
 
 class _Asked(IntEnum):
-    """What a run is asked to do after it has saved; what is larger comes first."""
+    """What a run is asked to do after it has saved. If it is asked for several things, the largest counts."""
 
     NOTHING = 0
     END = 1
@@ -42,35 +43,39 @@ class _Asked(IntEnum):
 class PreemptionCheckpoint(Callback):
     """Saves and ends all ranks soon after any of them gets SIGTERM; the exit code is 143.
 
-    The file is `last.ckpt`. `ckpt_path="last"` finds it beside the files of the Trainer's ModelCheckpoint; where there
-    is no ModelCheckpoint, give its path. Ranks ask each other about once a second, after a step on which they have
-    agreed. They ask after the last step of an epoch as well: then they save, finish the epoch with its validation, and
-    save and end after the first step of the next epoch. Validation inside an epoch is finished before they ask. Ranks
-    that are asked to end before the first step save nothing.
+    The file is `last.ckpt`. `ckpt_path="last"` finds it beside the files of the Trainer's ModelCheckpoint; without a
+    ModelCheckpoint, give the path of the file. Ranks ask each other, in a collective, about once a second, after a step
+    on which they have agreed. They ask after the last step of an epoch as well: then they save, finish the epoch with
+    its validation, and save and end after the first step of the next epoch. Validation inside an epoch is finished
+    before they ask. Ranks that are asked to end before the first step save nothing.
 
     Two parts of Lightning are replaced during a fit. Its signal handler broadcasts from wherever the signal finds a
-    rank, which blocks if the other ranks are elsewhere; ours only makes a note, in the main thread as all handlers of
-    Python. Its broadcast before every batch makes ranks wait for each other; that is left out.
+    rank, which blocks if the other ranks are elsewhere; the handlers of this class only set a field, in the main thread
+    like all handlers of Python. Lightning's broadcast before every batch, in which ranks wait for each other, is left
+    out.
 
-    On SLURM the same happens when it warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`), where
-    Lightning saves from the midst of a step. Then the job is queued again, too, and a second file lies where Lightning
-    looks for one, so that the job resumes with `ckpt_path="last"` and without.
+    The same happens when SLURM warns that the time is up (SIGUSR1, `#SBATCH --signal=SIGUSR1@120`); Lightning would
+    save in the middle of a step. Then the job is also queued again, and a second file is saved where Lightning looks
+    for one, so that the job resumes with `ckpt_path="last"` and without.
 
     Args:
-        dirpath: where to save; None: beside the files of the Trainer's ModelCheckpoint, else its `default_root_dir`.
+        dirpath: The folder to save in. None: beside the files of the Trainer's ModelCheckpoint, or without one in the
+            Trainer's `default_root_dir`.
     """
 
     interval_s = 1.0
-    """About how often ranks ask each other."""
+    """The approximate time between two questions of the ranks to each other."""
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self._dirpath = dirpath
         self._heard = _Asked.NOTHING
-        """What this rank has been asked; signal handlers set it."""
+        """What this rank has been asked to do; signal handlers set it."""
         self._asked = _Asked.NOTHING
-        """What any rank has been asked; all ranks know it and act on it together."""
+        """What any rank has been asked to do; all ranks know it and act on it together."""
         self._step = self._next_step = 0
+        """The steps of the last and of the next question."""
         self._time_s = 0.0
+        """The moment of the last question."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -88,7 +93,7 @@ class PreemptionCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step, self._time_s = trainer.global_step, time.monotonic()
         self._agree(trainer)
-        # No step has been timed yet.
+        # No step has been timed yet, so the ranks ask again after the first one.
         self._next_step = self._step + 1
         if self._asked:
             rank_zero_info(f"{self._by_whom} before the first step: nothing is saved")
@@ -97,7 +102,7 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        # Not between two batches of a step: the gradients that they accumulate are in no checkpoint.
+        # Between two batches of a step nothing is saved: accumulated gradients would be missing in the checkpoint.
         if trainer.global_step < self._next_step and not trainer.is_last_batch:
             return
         self._agree(trainer)
@@ -121,12 +126,15 @@ class PreemptionCheckpoint(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
-        # Last of all, since SLURM ends a job that is queued again.
+        # This comes last of all, because SLURM ends a job at once that is queued again.
         if self._asked == _Asked.QUEUE_AGAIN and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             _queue_again()
 
     def _agree(self, trainer: Trainer) -> None:
-        """Lets all ranks know whether any was asked, and sets the step of the next question, as clocks differ."""
+        """Lets all ranks know whether any was asked, and agrees on the step of the next question.
+
+        It is a step and no time because clocks differ. The call is a collective of all ranks.
+        """
         step, time_s = trainer.global_step, time.monotonic()
         step_s = (time_s - self._time_s) / max(1, step - self._step)
         mine = torch.tensor([self._heard, step_s], dtype=torch.float32, device=trainer.strategy.root_device)
@@ -142,7 +150,7 @@ class PreemptionCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         saver = trainer.checkpoint_callback
         beside = saver.dirpath if isinstance(saver, ModelCheckpoint) else None
-        # A Path would make s3:/ of s3://.
+        # The path is joined as text, since a Path would turn s3:// into s3:/.
         path = os.path.join(self._dirpath or beside or trainer.default_root_dir, FILE_NAME)
         trainer.save_checkpoint(path)
         rank_zero_info(f"{self._by_whom}: saved {path} after step {self._step}")

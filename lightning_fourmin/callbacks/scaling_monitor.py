@@ -28,41 +28,42 @@ from lightning_fourmin.callbacks.logged_steps import is_logged_step
 from lightning_fourmin.strategy import FourMinStrategy
 
 MAX_STEPS = 10_000
-"""The number of steps, the last ones, that the summary is about at most."""
+"""The summary is about the last steps, and at most about this many."""
 FIRST_ALONE, NUM_ALONE, ALONE_EVERY = 4, 3, 64
-"""The steps in which gradients are sent after backward: from the first on this many in a row, then one of so many."""
+"""The steps in which gradients are sent after backward: NUM_ALONE in a row from step FIRST_ALONE, and every
+ALONE_EVERY-th. In them computing is alone; traffic does not disturb it."""
 KEPT_ALONE = 9
-"""The number of such steps, the last ones, that the median is taken from."""
+"""The number of such steps, the last ones, from which the median is taken."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScalingSummary:
     """Throughput T = S * N * e of all ranks, from medians over steps. A field is None where it is not known."""
 
-    S: float | None
+    S: float | None = None
     """Samples a second of one rank while it neither waits for others nor sends gradients."""
     N: int
     """The number of ranks."""
-    e: float | None
+    e: float | None = None
     """Scaling efficiency, 0 to 1: the share of a step that computing alone would take, mean over ranks."""
     T: float
     """Samples a second of all ranks."""
     step_ms: float
     """The time from the end of one optimizer step to the end of the next."""
-    comm_ms: float | None
+    comm_ms: float | None = None
     """The time of a step in which gradients are in flight."""
-    exposed_ms: float | None
+    exposed_ms: float | None = None
     """The time of a step in which a rank waits for others or for gradients, and cannot compute."""
-    bus_mb_per_s: float | None
+    bus_mb_per_s: float | None = None
     """2 (N - 1) / N times the bytes of the gradients on the wire, by `comm_ms`: comparable between numbers of ranks."""
-    slowest_rank: int | None
+    slowest_rank: int | None = None
     """The rank that computes longest."""
-    slowest_wait_ms: float | None
+    slowest_wait_ms: float | None = None
     """The time by which that rank computes longer than the median of the others."""
 
 
 class _Step(NamedTuple):
-    """A training step, or the medians of many, as one rank saw it; communication is NaN where it is not known."""
+    """A training step as one rank saw it, or the medians of many; exposed_s and busy_s are NaN if they are unknown."""
 
     num_samples: float
     step_s: float
@@ -70,7 +71,7 @@ class _Step(NamedTuple):
     busy_s: float
     num_bytes: float
     alone_s: float = math.nan
-    """The time that computing takes while no gradients are in flight; NaN where it is not known."""
+    """The time that computing takes while no gradients are in flight; NaN if it is unknown."""
 
     @property
     def computing_s(self) -> float:
@@ -80,23 +81,23 @@ class _Step(NamedTuple):
 class ScalingMonitor(Callback):
     """Logs the fields of `ScalingSummary` as `fourmin/<field>` to all loggers, every `log_every_n_steps` steps.
 
-    S, e and T are in the progress bar, too. Values are medians of the steps since they were last logged; `summary` has
-    those of the run after a fit (in the process that trained: strategies that spawn send no callbacks back).
+    S, e and T are in the progress bar, too. Values are medians of the steps since they were last logged. After a fit,
+    `summary` has the medians of the run, in the process that trained: strategies that spawn send no callbacks back.
 
-    A step lasts from the end of one optimizer step to the end of the next, whatever it accumulates; the first step of
-    an epoch begins with the epoch, and validation does not count. A rank waits where the last bucket of a backward pass
-    is not done, where the engine keeps the main thread busy, in `self.log(sync_dist=True)`, and in the broadcast with
-    which Lightning starts a step.
+    A step lasts from the end of one optimizer step to the end of the next, however many backward passes that takes; the
+    first step of an epoch begins with the epoch, and validation does not count. A rank waits while the last bucket of a
+    backward pass is in flight, while the engine keeps the main thread busy, in `self.log(sync_dist=True)`, and in the
+    broadcast with which Lightning starts a step.
 
-    Sending takes cores, memory and caches from computing, and that is no wait. To see it, gradients are now and then
-    sent after backward instead of during it (three steps soon after the start, then every 64th): S and e are computed
-    from the computing time of those steps, the other figures from the other steps.
+    Sending takes cores, memory and caches from computing, which is not seen as a wait. To measure it, gradients are now
+    and then sent after backward instead of during it (three steps soon after the start, then every 64th): S and e are
+    computed from the computing time of those steps, the other figures from the other steps.
 
-    Only the `fourmin` strategy tells when gradients are in flight. With other strategies on several ranks N, T and the
+    Only the `fourmin` strategy knows when gradients are in flight. With other strategies on several ranks N, T and the
     step time are logged. On one rank e is 1.
 
-    All methods run in the main thread. Ranks exchange their times only when they log, in a collective, so whether a
-    step is logged depends on nothing that ranks may see at different times.
+    All methods run in the main thread. Ranks exchange their times only when they log, in a collective. So all ranks
+    have to log the same steps: the choice depends on nothing that ranks may see at different times.
     """
 
     def __init__(self) -> None:
@@ -104,17 +105,18 @@ class ScalingMonitor(Callback):
         """The figures of the last fit."""
         self._meter: Meter | None = None
         self._unresolved: list[tuple[int, float, TakenTimes | None, bool]] = []
-        """Steps that were not logged yet: samples, seconds, times of buckets, whether they computed without traffic. On
+        """The steps that were not logged yet: samples, seconds, times of buckets, and whether computing was alone. On
         CUDA the times are events that the device may not have reached."""
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
         self._alone_s: deque[float] = deque(maxlen=KEPT_ALONE)
-        """The computing times of the steps that computed without traffic."""
+        """The computing times of the steps in which computing was alone."""
         self._num_steps = 0
         self._num_samples = 0
         """The number of samples of the current step up to now."""
         self._start_s = self._paused_s = math.nan
+        """The moments when the current step and the last validation began."""
         self._global_step = 0
-        """The number of steps of the optimizer when the current step began."""
+        """The Trainer's `global_step` when the current step began."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,9 +125,8 @@ class ScalingMonitor(Callback):
         self._steps.clear()
         self._alone_s.clear()
         self._num_steps = 0
-        self._meter = None
-        if isinstance(trainer.strategy, FourMinStrategy):
-            self._meter = trainer.strategy.measure_communication()
+        strategy = trainer.strategy
+        self._meter = strategy.measure_communication() if isinstance(strategy, FourMinStrategy) else None
         if self._meter is not None:
             loop = trainer.fit_loop.epoch_loop
             vars(loop)[ASK_BEFORE_BATCH] = _timed(getattr(loop, ASK_BEFORE_BATCH), self._meter)
@@ -147,7 +148,7 @@ class ScalingMonitor(Callback):
         if self._meter is not None:
             self._meter.paused = False
         if self._num_samples:
-            # What a step that accumulates has done before validation still counts.
+            # Validation came while gradients accumulate: the time of the step before validation counts.
             self._start_s += time.perf_counter() - self._paused_s
         else:
             self._begin_step()
@@ -170,11 +171,11 @@ class ScalingMonitor(Callback):
         steps = self._resolve(trainer)
         if not steps:
             return
-        found = asdict(self._summarize(trainer, steps))
-        known = {name: float(value) for name, value in found.items() if value is not None}
-        pl_module.log_dict({f"fourmin/{name}": value for name, value in known.items()}, batch_size=1)
-        bar = {name: value for name, value in known.items() if name in ("S", "e", "T")}
-        pl_module.log_dict(bar, prog_bar=True, logger=False, batch_size=1)
+        for name, value in asdict(self._summarize(trainer, steps)).items():
+            if value is not None:
+                pl_module.log(f"fourmin/{name}", float(value), batch_size=1)
+                if name in ("S", "e", "T"):
+                    pl_module.log(name, float(value), prog_bar=True, logger=False, batch_size=1)
 
     def _end_step(self, trainer: Trainer) -> None:
         now = time.perf_counter()
@@ -189,17 +190,12 @@ class ScalingMonitor(Callback):
             self._resolve(trainer)
 
     def _resolve(self, trainer: Trainer) -> list[_Step]:
-        """Returns the steps since the last call, without those that computed without traffic; waits for the device."""
+        """Returns the steps since the last call, without those in which computing was alone; waits for the device."""
+        unmeasured_s = 0.0 if trainer.world_size == 1 else math.nan
         steps = []
         for num_samples, step_s, taken, alone in self._unresolved:
-            if taken is not None:
-                communication = taken.communication()
-            elif trainer.world_size == 1:
-                communication = Communication(0.0, 0.0, 0)
-            else:
-                communication = Communication(math.nan, math.nan, 0)
-            exposed_s, busy_s, num_bytes = communication
-            step = _Step(num_samples, step_s, exposed_s, busy_s, num_bytes)
+            communication = Communication(unmeasured_s, unmeasured_s, 0) if taken is None else taken.communication()
+            step = _Step(num_samples, step_s, *communication)
             if alone:
                 self._alone_s.append(step.computing_s)
             else:
@@ -209,7 +205,7 @@ class ScalingMonitor(Callback):
         return steps
 
     def _summarize(self, trainer: Trainer, steps: Sequence[_Step]) -> ScalingSummary:
-        """Computes the summary of all ranks from the medians of each: a collective, which all ranks call together."""
+        """Computes the summary of all ranks from the medians of each. The call is a collective of all ranks."""
         medians = [statistics.median(values) for values in zip(*steps, strict=True)]
         medians[-1] = statistics.median(self._alone_s or [math.nan])
         mine = torch.tensor(medians, device=trainer.strategy.root_device)
@@ -242,14 +238,13 @@ def _is_alone(number: int) -> bool:
 
 
 def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
-    """Combines the steps that the ranks saw, in the order of ranks."""
+    """Combines the steps that the ranks saw, which are in the order of ranks."""
     num_ranks = len(everyones)
     step_s = statistics.fmean(step.step_s for step in everyones)
     samples_a_s = sum(step.num_samples for step in everyones) / step_s
     exposed_s = statistics.fmean(step.exposed_s for step in everyones)
     if math.isnan(exposed_s):
-        unknown = dict.fromkeys(("S", "e", "comm_ms", "exposed_ms", "bus_mb_per_s", "slowest_rank", "slowest_wait_ms"))
-        return ScalingSummary(N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s, **unknown)
+        return ScalingSummary(N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s)
     computing_s = [step.computing_s for step in everyones]
     alone_s = [step.computing_s if math.isnan(step.alone_s) else min(step.alone_s, step.step_s) for step in everyones]
     efficiency = statistics.fmean(s / step.step_s for s, step in zip(alone_s, everyones, strict=True))

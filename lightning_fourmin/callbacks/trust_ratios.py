@@ -1,4 +1,4 @@
-"""Logs the trust ratios of LARS, a curve for each parameter."""
+"""Logging of the trust ratios of LARS, one curve for each parameter."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_fourmin.optim.lars import LARS
 
 
 class TrustRatioMonitor(Callback):
-    """Logs `trust_ratio/<parameter>` to all loggers, every `log_every_n_steps` of the Trainer.
+    """Logs `trust_ratio/<parameter>` to all loggers, every `log_every_n_steps` steps.
 
     With several LARS optimizers the name is `trust_ratio/<index of the optimizer>/<parameter>`.
     """
@@ -32,8 +32,9 @@ class TrustRatioMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Reading the ratios waits for the device: only where they are logged, and not while gradients accumulate. A run
-        # that stops has its last step logged; ranks need not agree on that here, since each logs its own values.
+        # Reading the ratios waits for the device, so they are read only if they are logged, and once a step. The last
+        # step of a run that stops is logged, too. Ranks may see `should_stop` at different times, which is harmless
+        # here, since there is no collective.
         is_logged = is_logged_step(trainer, pl_module) or trainer.should_stop
         if trainer.global_step == self._logged_step or not is_logged:
             return

@@ -1,7 +1,7 @@
-"""Checkpoint files that are whole or not there, and what a strategy says on all ranks when one fails.
+"""Checkpoint files that are complete or not there at all, and the errors of all ranks when a save or a load fails.
 
-save    the content is made in memory, written beside the target, synced, and renamed to the target
-load    checksums are read first; then the content is loaded without running code from it
+save    the content is made in memory, written beside the target, synced to disk, and renamed to the target
+load    the checksums are compared first; then the content is loaded without running code from it
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from lightning_fourmin._lightning import WrappingCheckpointIO
 from lightning_fourmin.errors import CheckpointError
 
 PART = ".fourmin-part"
-"""The end of the name of a file that is being written."""
+"""The end of the name of a file while it is being written."""
 
 
 class ObjectsError(CheckpointError):
@@ -34,23 +34,24 @@ class ObjectsError(CheckpointError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Saves so that a kill, a full disk or a power cut leaves the checkpoints that are there as they were.
+    """Saves so that a kill, a full disk or a power cut leaves all existing checkpoints as they were.
 
-    Lightning's own TorchCheckpointIO stages the file in the system's temporary directory. Where that is on another disk
-    than the target, the last step is a copy, which can stop half way. Addresses such as s3:// are left to Lightning,
-    since object stores publish whole objects. A local file is read twice, once for its checksums and once to load it.
+    Lightning's own TorchCheckpointIO writes the file in the system's temporary directory and moves it. If that is on
+    another disk than the target, the move is a copy, which can stop half way. Addresses such as s3:// are left to
+    Lightning, since object stores publish whole objects. A local file is read twice: for its checksums and to load it.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if not _is_local(path) or storage_options is not None:
+        target = _local(path)
+        if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         # In memory first: torch.save hides the reason when a write fails.
         content = io.BytesIO()
         torch.save(checkpoint, content)
         try:
-            _publish(content.getbuffer(), _local(path))
+            _publish(content.getbuffer(), target)
         except OSError as error:
             raise CheckpointError(
                 f"{path} could not be saved ({error.strerror}): make room or give a directory that can be written, "
@@ -64,11 +65,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads without running code from the file, also where Lightning would (http), unless `weights_only=False`."""
+        """Loads without running code from the file unless `weights_only=False`; Lightning alone would trust http."""
         refusal = CheckpointError(
             f"{path} is not a whole checkpoint: cut short, damaged, or another kind of file; resume from another"
         )
-        if _is_local(path) and not _is_whole(_local(path)):
+        file = _local(path)
+        if file is not None and not _is_whole(file):
             raise refusal
         try:
             return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
@@ -83,7 +85,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def default_to_atomic(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
-    """What a strategy saves with: `AtomicCheckpointIO`, unless a plugin of the user's saves in another way."""
+    """Returns what a strategy saves with: `AtomicCheckpointIO`, unless a plugin of the user saves in another way."""
     if checkpoint_io is None:
         return AtomicCheckpointIO()
     if isinstance(checkpoint_io, WrappingCheckpointIO):
@@ -93,9 +95,9 @@ def default_to_atomic(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
 
 @contextmanager
 def share_failure(broadcast: Callable[[str | None], str | None]) -> Iterator[None]:
-    """Ends all ranks with the reason of rank 0 where its save fails; otherwise they would wait for rank 0.
+    """Ends all ranks with the reason of rank 0 if the save inside fails there; otherwise they would wait for rank 0.
 
-    `broadcast` gives the value of rank 0 to all ranks.
+    All ranks enter the context together. `broadcast` is a collective that gives the value of rank 0 to all ranks.
     """
     failure: Exception | None = None
     try:
@@ -111,7 +113,7 @@ def share_failure(broadcast: Callable[[str | None], str | None]) -> Iterator[Non
 
 @contextmanager
 def explain_mismatch(path: str | Path | None) -> Iterator[None]:
-    """Names the file at `path` and what differs in the error of a state dict that does not fit the module."""
+    """Turns the error of a state dict that does not fit the module into one that names `path` and what differs."""
     try:
         yield
     except RuntimeError as error:
@@ -121,12 +123,12 @@ def explain_mismatch(path: str | Path | None) -> Iterator[None]:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises CheckpointError unless a Trainer can resume from the file; reads every byte of it and keeps none."""
+    """Raises CheckpointError unless a Trainer can resume from the file; reads all of it and keeps no tensor."""
 
     def without_values(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         return torch.UntypedStorage(storage.nbytes(), device="meta")
 
-    with suppress(ObjectsError):  # the file is whole; whether it may be loaded is said when it is loaded
+    with suppress(ObjectsError):  # the file is whole; whether it may run code is decided when it is loaded
         refuse_foreign(AtomicCheckpointIO().load_checkpoint(path, without_values), path)
 
 
@@ -136,22 +138,18 @@ def refuse_foreign(checkpoint: Any, path: str | Path) -> None:
         raise CheckpointError(f"{path} was not saved by a Trainer: it has no state_dict; resume from another")
 
 
-def _is_local(path: str | Path) -> bool:
-    """Whether the path is a path, and no address such as s3://."""
-    return bool(get_protocol(str(path)) == "file")
-
-
-def _local(path: str | Path) -> Path:
-    return Path(url_to_fs(str(path))[1])
+def _local(path: str | Path) -> Path | None:
+    """Returns the path on this machine, without "file://"; None for an address such as s3://."""
+    return Path(url_to_fs(str(path))[1]) if get_protocol(str(path)) == "file" else None
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file, if there is one, is an archive with the right checksums, which torch leaves unread."""
+    """Whether the file, if there is one, is an archive with the right checksums; torch.load compares none."""
     if not path.is_file():
         return True
     try:
         with zipfile.ZipFile(path) as archive:
-            # Without checksums, which is an option of torch, the archive's directory at the end of the file must do.
+            # torch can be told to write no checksums; then a readable archive directory, the file's end, must do.
             return not torch.serialization.get_crc32_options() or archive.testzip() is None
     except PermissionError:
         raise  # nothing is known about the file
@@ -162,20 +160,22 @@ def _is_whole(path: Path) -> bool:
 def _publish(content: memoryview, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path.parent)
-    partial = _partial(path)
+    end = f".{os.getpid()}{PART}"
+    # A name that would be too long with its new end is cut off.
+    room_bytes = os.pathconf(path.parent, "PC_NAME_MAX") - len(f".{end}")
+    partial = path.with_name(f".{os.fsencode(path.name)[:room_bytes].decode(errors='ignore')}{end}")
     try:
         with partial.open("wb", buffering=0) as file:
-            with suppress(OSError):  # some network file systems have no locks; leftovers stay there
+            with suppress(OSError):  # some network file systems have no locks, and leftovers stay there
                 fcntl.flock(file, fcntl.LOCK_EX)
             while content:
                 content = content[file.write(content) :]
             os.fsync(file.fileno())
             partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
+    finally:
+        with suppress(OSError):  # after a success there is nothing to remove
             partial.unlink()
-        raise
-    # The new name is on disk once the directory is.
+    # Only this puts the new name on disk.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -183,15 +183,8 @@ def _publish(content: memoryview, path: Path) -> None:
         os.close(directory)
 
 
-def _partial(path: Path) -> Path:
-    """A path beside the file; the end of a name that leaves no room for more is cut off."""
-    end = f".{os.getpid()}{PART}"
-    room_bytes = os.pathconf(path.parent, "PC_NAME_MAX") - len(f".{end}")
-    return path.with_name(f".{os.fsencode(path.name)[:room_bytes].decode(errors='ignore')}{end}")
-
-
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes were writing; files that living processes write are locked."""
+    """Removes files that killed processes left unfinished; a living process locks the file that it writes."""
     for leftover in folder.glob(f".*{PART}"):
         with suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
 """Lightning's launcher of scripts, with time for ranks to say which of them is gone, and no rank that stays behind.
 
-launcher (rank 0)  starts rank 1 ... N, gives them its process id and the path of a status file in memory
-                   status file: "c" while it is in a call of a Trainer, "d" when a call has ended well
-rank 1 ... N       a thread looks whether the launcher is still the parent; if it has gone in the middle of a call,
-                   the rank ends, too, after `GRACE_S`
+launcher        is local rank 0; starts the other ranks of its machine and gives them its process id and the path of a
+                status file in memory, which holds "c" during a call of a Trainer and "d" after one that ended well
+other ranks     a thread looks whether the launcher is still the parent; if it has gone in the middle of a call,
+                the rank ends, too, after `GRACE_S`
 """
 
 import os
@@ -24,18 +24,20 @@ from lightning_fourmin.files import file_in_memory
 GRACE_S = 8.0
 """How long ranks may take to end by themselves."""
 POLL_S = 0.5
+"""The pause between two looks of a rank at its parent."""
 LAUNCHER_PID, LAUNCHER_STATUS = "FOURMIN_LAUNCHER_PID", "FOURMIN_LAUNCHER_NOTE"
-"""Variables of the ranks that a launcher has started: its process, and the path of its status file."""
+"""Environment variables of the ranks that a launcher has started: its process id, and the path of its status file."""
 _IN_CALL, _ENDED_WELL = b"c", b"d"
 
 
 class PatientLauncher(SubprocessScriptLauncher):
-    """Starts ranks as Lightning does; when one has died the others may say so before they are killed."""
+    """Starts ranks as Lightning does; when one has died, the others have time to say so before they are killed."""
 
     _status: ClassVar[tuple[int, int] | None] = None
-    """The process that has started ranks and the descriptor of its status file; None in any other process.
+    """The id of the process that has started ranks and the descriptor of its status file; None if it started none.
 
-    Not of the instance: each Trainer of a script has a launcher, and only the first of them starts the ranks.
+    The class holds it because each Trainer of a script has a launcher, and only the first of them starts the ranks. The
+    id tells the process from those that it forks.
     """
 
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
@@ -60,15 +62,22 @@ class PatientLauncher(SubprocessScriptLauncher):
         if (file := file_in_memory("fourmin-launcher")) is not None:
             PatientLauncher._status = os.getpid(), file
             variables[LAUNCHER_STATUS] = f"/proc/{os.getpid()}/fd/{file}"
-        with _variables(variables):
+        before = {name: os.environ[name] for name in variables if name in os.environ}
+        os.environ.update(variables)
+        try:
             self._call_children_scripts()
+        finally:
+            # Otherwise a script that this one starts later would take itself for a rank.
+            for name in variables:
+                del os.environ[name]
+            os.environ.update(before)
         _PatientObserver(os.getpid(), self.procs, sleep_period=1).start()
 
     @contextmanager
     def _ended_with_launcher(self) -> Iterator[None]:
-        """Ends a rank soon after its launcher was lost, also where it waits to meet the others for half an hour.
+        """Ends a rank soon after its launcher was lost, even while it waits for the other ranks to start.
 
-        A launcher that has ended its own part of the call is not lost: others may take longer to predict or test.
+        A launcher that has ended its own part of the call is not lost: other ranks may take longer to predict or test.
         """
         if self._status is not None and self._status[0] == os.getpid():
             os.pwrite(self._status[1], _IN_CALL, 0)
@@ -82,6 +91,8 @@ class PatientLauncher(SubprocessScriptLauncher):
 
 
 class _PatientObserver(ChildProcessObserver):
+    """Lightning's thread that kills all ranks when one has died; it waits for `GRACE_S` before."""
+
     @override
     def _terminate_all(self) -> None:
         time.sleep(GRACE_S)
@@ -90,7 +101,10 @@ class _PatientObserver(ChildProcessObserver):
 
 @contextmanager
 def _watch_of_launcher() -> Iterator[None]:
-    launcher, status, done = os.getppid(), _opened_status(), threading.Event()
+    """Lets a thread end this process when the launcher is lost while the context is open."""
+    launcher, status, done = os.getppid(), None, threading.Event()
+    with suppress(KeyError, OSError):
+        status = os.open(os.environ[LAUNCHER_STATUS], os.O_RDONLY)
 
     def watch() -> None:
         while not done.wait(POLL_S):
@@ -99,7 +113,7 @@ def _watch_of_launcher() -> Iterator[None]:
             if status is not None and os.pread(status, 1, 0) == _ENDED_WELL:
                 return
             if not done.wait(GRACE_S):
-                os._exit(1)
+                os._exit(1)  # sys.exit would end only this thread
 
     thread = threading.Thread(target=watch, name="fourmin-launcher-watch", daemon=True)
     thread.start()
@@ -112,29 +126,8 @@ def _watch_of_launcher() -> Iterator[None]:
             os.close(status)
 
 
-def _opened_status() -> int | None:
-    with suppress(KeyError, OSError):
-        return os.open(os.environ[LAUNCHER_STATUS], os.O_RDONLY)
-    return None
-
-
-@contextmanager
-def _variables(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for the processes that are started meanwhile, and takes them back."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _in_hydra_multirun() -> bool:
-    # Looked up and not imported: Hydra may not be installed, and whoever runs under it has imported it.
+    # Hydra may not be installed, so it is not imported here; in a script that runs under it, it is imported already.
     hydra = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return False

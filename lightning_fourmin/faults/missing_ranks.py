@@ -8,15 +8,15 @@ Both questions are answered by one board in the store of the process group and o
     rank 2   "3 bucket 7, phase gather ..."           yes
     rank 3
 
-*Who has not arrived?* A rank that waits for long posts what it waits for, again and again, each time with a larger
-number. A rank that has posted nothing is one that the others wait for; one whose post stays the same was stopped while
-it waited. Nothing is posted as long as no wait is long. On CUDA the host waits for no phase: there NCCL's own watchdog
-is the one that speaks.
+*Who has not arrived?* A rank whose wait is long posts what it waits for, again and again, each time with a larger
+number. The others wait for a rank that has posted nothing; a rank whose post stays the same was stopped while it
+waited. Nothing is posted as long as no wait is long. On CUDA the host waits for no phase, so nothing is posted or
+warned of there: NCCL's own watchdog does that.
 
 *Who is gone?* An error of the backend names an address at best, and a rank that leaves because of an error closes its
-connections, so that later ranks would blame that one. So the first rank that meets an error raises the alarm, and the
-helper thread of each rank answers "here", whatever its rank computes. Ranks that do not answer are gone. The first
-finding is the verdict, and what all ranks report; where a rank has failed by itself, its error is the verdict.
+connections, so other ranks would blame that rank. So the first rank that meets an error raises the alarm, and the
+helper thread of each rank answers "here", whatever the main thread computes. Ranks that do not answer are gone. The
+first finding is the verdict, which all ranks report; where a rank has failed by itself, its error is the verdict.
 """
 
 import atexit
@@ -26,10 +26,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -41,26 +42,28 @@ log = logging.getLogger(__name__)
 
 V = TypeVar("V")
 LISTEN_S = 0.25
-"""How often the helper thread looks for an alarm; less often where the ranks are many."""
+"""The pause between two looks of the helper thread for an alarm; it is longer where the ranks are many."""
 MAX_QUESTIONS_A_S = 1000
-"""How often all ranks together look for an alarm at the most: the store lives in the process of rank 0."""
+"""How often all ranks together may look for an alarm: the store lives in the process of rank 0."""
 LOOK_S = 1.0
-"""How often it looks at the waits of its rank; four times within the limit of the warnings where that is shorter."""
+"""The pause between two looks of the helper thread at the waits of its rank, or a quarter of `stall_warning_s` if that
+is shorter."""
 UNCHANGED_FOR = 4
-"""Looks within which a rank that waits posts again, however busy its machine is."""
+"""The number of looks within which a rank that waits posts again, however busy its machine is."""
 POLL_S = 0.05
-"""How often the board is read after an alarm."""
+"""The pause between two looks at the board after an alarm."""
 ANSWER_S = 2.0
-"""How long a rank may take to answer an alarm once its helper thread looks: whatever the rank computes."""
+"""How long a rank may take to answer an alarm once its helper thread looks."""
 HEARD_S = 2.0
 """How long a rank that leaves waits for the others to hear why: the store may leave with it."""
 SAME_FAULT_S = 1.0
-"""How long a rank that hears of a fault may take to meet it itself: an error that all ranks raise stays their own."""
+"""How long a rank that hears of a fault may take to meet it itself, so that an error that all ranks raise is reported
+by each as its own."""
 STORE_ANSWER_S = 5.0
 """How long the store may take to answer a question."""
 _COLUMNS = ("waits", "left", "here", "heard")
 _BACKEND = re.compile(r"gloo/|NCCL|c10d|TCPStore")
-"""Marks of the backends. A connection that was refused or broken may by itself be that of a rank's own data."""
+"""What tells errors of the backends from others: "connection refused" may as well be about a rank's own data."""
 _STORE_GONE = (
     "rank 0 is gone: the store of the process group, which lives in its process (under torchrun in the agent of the "
     "first node), does not answer"
@@ -81,27 +84,27 @@ class Waiter(Protocol):
     """What waits for other ranks, such as the engine. The helper thread calls both methods."""
 
     def waits(self) -> list[Wait]:
-        """What it is doing now."""
+        """Returns what the waiter is doing now."""
 
     def fail(self, error: LostRankError) -> None:
-        """Ends all waits: a rank is gone, and this one shall not wait for others that wait for it."""
+        """Ends all waits: a rank is gone, and this one shall not wait for others that wait for that rank."""
 
 
 class MissingRanks:
     """This rank's part in finding missing ranks, from the moment when the ranks have met to the end of the run.
 
     The strategy makes it together with those of all ranks, lets it `watch` the engine, has it `explain` the error that
-    ends the run, and closes it. An engine works without it as well, and warns of nothing then.
+    ends the run, and closes it. An engine works without a `MissingRanks`, too, and then warns of nothing.
 
     Threads: the helper thread looks at the waits, warns, posts, and answers alarms. The main thread calls `explain`,
     and a thread of the engine calls `explain_wait` when its wait has ended with an error. All of them reach the store
-    through `_Board`, whose thread does nothing but ask it: a store whose host is stopped holds up nobody else. Both
-    threads are daemons, and they are closed at the exit of the interpreter as well, since a run may end without a
-    teardown: a thread that comes back from C++ while the interpreter goes down aborts the process.
+    through `_Board`, whose thread does nothing but ask the store: if the host of the store is stopped, only that thread
+    is stuck. Both threads are daemons. They are closed at the exit of the interpreter as well, since a run may end
+    without a teardown, and a thread that comes back from C++ while the interpreter goes down aborts the process.
 
     Args:
-        stall_warning_s: seconds; a wait that takes longer is warned of once, with the ranks that have not arrived.
-            None: no warnings.
+        stall_warning_s: The time in seconds after which a wait is warned of, once, with the ranks that have not
+            arrived. None: no warnings.
     """
 
     def __init__(self, stall_warning_s: float | None = None) -> None:
@@ -113,21 +116,23 @@ class MissingRanks:
         self._verdict: str | None = None
         """What was found out, set by whichever thread is the first to know."""
         self._left = False
-        """A wait has ended with an error: from then on the post of this rank stays as it is."""
+        """Whether a wait has ended with an error: from then on the post of this rank stays as it is."""
         self._leaving, self._stop = threading.Event(), threading.Event()
-        # These belong to the helper thread.
+        # Only the helper thread uses the fields below.
         self._num_posts, self._is_posted = 0, False
         self._arrivals: dict[tuple[float, str], _Arrivals] = {}
-        self._warned: set[tuple[float, str]] = set()
+        """The waits that are too long, by their beginning and text."""
         self._told: Waiter | None = None
+        """The waiter whose waits were ended because of the verdict."""
         self._alarm_s: float | None = None
         self._verdict_s: float | None = None
+        """The moments when the helper thread heard of an alarm and of the verdict."""
         self._thread = threading.Thread(target=self._help, name="fourmin-missing-ranks", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def watch(self, waiter: Waiter) -> None:
-        """Looks at what `waiter` waits for from now on, and ends its waits when a rank is gone."""
+        """Lets the helper thread look at what `waiter` waits for, and end its waits when a rank is gone."""
         self._waiter = waiter
 
     def forget(self, waiter: Waiter) -> None:
@@ -136,7 +141,7 @@ class MissingRanks:
             self._waiter = None
 
     def close(self) -> None:
-        """Ends the threads; they are left behind where they wait for a store that does not answer."""
+        """Ends the threads, or leaves them behind where the store does not answer them."""
         atexit.unregister(self.close)
         self._leaving.set()
         self._stop.set()
@@ -144,12 +149,12 @@ class MissingRanks:
         self._board.close()
 
     def explain_wait(self, wait: Wait) -> str | None:
-        """Who had not arrived, for a wait that ends with an error; None if it was too short for others to post."""
+        """Says who had not arrived when a wait ended with an error; None if it was too short for others to post."""
         if self._limit_s is None or time.monotonic() - wait.since_s < 3 * self._look_s:
             return None
         self._left = True
         with suppress(dist.DistError, _SilentStoreError):
-            # The others shall not take a post that stays the same for that of a rank that is stopped.
+            # Otherwise the others would take this rank, whose post stays the same from now on, for a stopped one.
             self._board.post("left", "yes")
         arrivals = _Arrivals(self._board, wait)
         while (found := arrivals.look()) is None:
@@ -157,7 +162,10 @@ class MissingRanks:
         return found
 
     def explain(self, error: BaseException) -> None:
-        """Puts the rank at fault into the text of an error that other ranks caused, and tells them of any other."""
+        """Puts the rank at fault into the text of an error that other ranks caused.
+
+        Any other error is this rank's own: the other ranks are told of it, and its text stays.
+        """
         self._leaving.set()
         lost = isinstance(error, LostRankError | dist.DistError) or _BACKEND.search(str(error)) is not None
         own = None if lost else f"rank {self._board.rank} failed: {type(error).__name__}: {error}"
@@ -185,7 +193,7 @@ class MissingRanks:
             time.sleep(POLL_S)
 
     def _who_is_gone(self, answers_due_s: float) -> str | None:
-        """The ranks that do not answer; None if all do, or if somebody has found out already."""
+        """Names the ranks that do not answer; None if all do, or if there is a verdict already."""
         while self._verdict is None:
             answers = enumerate(self._board.columns("here"))
             missing = [rank for rank, (here,) in answers if not here and rank != self._board.rank]
@@ -198,7 +206,7 @@ class MissingRanks:
         return None
 
     def _help(self) -> None:
-        """The life of the helper thread: only this and what it calls below runs there."""
+        """Runs in the helper thread, as do the methods below, which nothing else calls."""
         idle_s, next_look_s = min(self._listen_s, self._look_s), 0.0
         pause_s = idle_s
         while not self._stop.wait(pause_s):
@@ -214,25 +222,21 @@ class MissingRanks:
             pause_s = POLL_S if is_urgent and self._verdict_s is None else idle_s
 
     def _look_at_waits(self, now_s: float) -> None:
-        """Posts the first wait that is long, and warns of those that are too long."""
+        """Posts the first wait that is longer than a look, and warns of those that are longer than the limit."""
         if self._limit_s is None:
             return
         waiter = self._waiter
         waits = [] if waiter is None else waiter.waits()
         self._post(next((wait.what for wait in waits if now_s - wait.since_s > self._look_s), ""))
-        present = {wait[:2] for wait in waits}
-        self._warned &= present
-        self._arrivals = {key: arrivals for key, arrivals in self._arrivals.items() if key in present}
-        for wait in waits:
-            if now_s - wait.since_s <= self._limit_s or wait[:2] in self._warned:
-                continue
-            who = self._arrivals.setdefault(wait[:2], _Arrivals(self._board, wait)).look()
-            if who is not None:
-                self._warned.add(wait[:2])
-                log.warning("%s has waited for more than %g s; %s", wait.what, self._limit_s, who)
+        too_long = {wait[:2]: wait for wait in waits if now_s - wait.since_s > self._limit_s}
+        self._arrivals = {key: self._arrivals.get(key) or _Arrivals(self._board, too_long[key]) for key in too_long}
+        for (_, what), arrivals in self._arrivals.items():
+            if not arrivals.is_told and (who := arrivals.look()) is not None:
+                arrivals.is_told = True
+                log.warning("%s has waited for more than %g s; %s", what, self._limit_s, who)
 
     def _post(self, what: str) -> None:
-        """Posts again and again as long as something waits, and once more when nothing does."""
+        """Posts at each look at which something waits, and clears the post at the first at which nothing does."""
         if self._left or not (what or self._is_posted):
             return
         self._num_posts += 1
@@ -241,7 +245,7 @@ class MissingRanks:
             self._is_posted = bool(what)
 
     def _listen(self, now_s: float) -> None:
-        """Answers an alarm, and keeps the verdict."""
+        """Answers an alarm, and notes the verdict."""
         try:
             alarm, verdict = self._board.alarm()
             if alarm and self._alarm_s is None:
@@ -264,15 +268,20 @@ class MissingRanks:
 
 
 class _Arrivals:
-    """Who has arrived at one long wait. Posts may have to be compared with later ones, so it can take several looks."""
+    """Finds out who has arrived at one long wait.
+
+    If every rank has posted, their posts are compared with later ones, which takes several looks.
+    """
 
     def __init__(self, board: "_Board", wait: Wait) -> None:
+        self.is_told = False
+        """Whether the answer was found and has become a warning."""
         self._board, self._wait = board, wait
         self._first: dict[int, tuple[str, ...]] = {}
         self._num_looks = 0
 
     def look(self) -> str | None:
-        """Who is missing, in words; None: that will take another look."""
+        """Says who is missing; None if that takes another look."""
         self._num_looks += 1
         if 1 < self._num_looks <= UNCHANGED_FOR:
             return None
@@ -303,34 +312,35 @@ class _SilentStoreError(Exception):
 class _Board:
     """What each rank says, in the store of the process group.
 
-    A client whose server is stopped waits without end: torch bounds none of its requests, and the one that it does
-    bound, `wait`, writes to stderr whenever its time is up. So a thread of the board puts all questions to the store,
-    and whoever has one waits for the answer for `STORE_ANSWER_S`. After a question without an answer no other is put
-    until it is answered after all. The thread lives as long as the board: a thread for each question would begin and
-    end all the time, and loader workers are forked; a fork at the moment when another thread begins or ends can leave
-    the child with a lock that nobody releases.
+    A client of the store whose server is stopped waits without end: torch bounds no request but `wait`, which writes to
+    stderr whenever its time is up. So a thread of the board puts all questions to the store, and whoever asks waits at
+    most `STORE_ANSWER_S` for the answer. After a question without an answer all others are refused until the answer
+    comes. The thread lives as long as the board. One thread for each question would not do: loader workers are forked,
+    and a fork at the moment when another thread begins or ends can leave the child with a lock that nobody releases.
     """
 
     def __init__(self) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        # A name of its own: ranks that did not fail together have made different numbers of boards before this one.
+        # The board's keys begin with a random name. A count would not do: ranks that did not fail together have made
+        # different numbers of boards before this one.
         name = [uuid.uuid4().hex]
         if self.rank == 0:
-            # The empty board is there before anybody knows its name, so that no question waits for a key.
+            # The fields are there before any other rank knows the name, so that no question waits for a key.
             store = _own_store(name[0])
             fields = [f"{rank}/{column}" for rank in range(self.num_ranks) for column in _COLUMNS]
             for key in (*fields, "alarm", "verdict"):
                 store.set(key, "")
         dist.broadcast_object_list(name, src=0)
         self._store = store if self.rank == 0 else _own_store(name[0])
-        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._unanswered: threading.Event | None = None
+        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._late: Future[Any] | None = None
+        """The last answer that did not come in time."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._ask_store, name="fourmin-store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, or leaves it behind where the store does not answer; further questions have no answer."""
+        """Ends the thread, or leaves it behind where the store does not answer; later questions are refused."""
         self._is_closed = True
         self._questions.put(None)
         self._thread.join(timeout=1.0)
@@ -340,7 +350,7 @@ class _Board:
         self._ask(lambda: self._store.set(f"{self.rank}/{column}", text))
 
     def columns(self, *columns: str) -> list[tuple[str, ...]]:
-        """These fields of each rank, in the order of ranks."""
+        """Returns these fields of each rank, in the order of ranks."""
         keys = [f"{rank}/{column}" for rank in range(self.num_ranks) for column in columns]
         fields = iter([field.decode() for field in self._ask(lambda: self._store.multi_get(keys))])
         return list(zip(*[fields] * len(columns), strict=True))
@@ -350,45 +360,38 @@ class _Board:
         self._ask(lambda: self._store.set("alarm", "yes"))
 
     def alarm(self) -> tuple[bool, str]:
-        """Whether there is an alarm, and the verdict, empty as long as there is none."""
+        """Returns whether there is an alarm, and the verdict, which is empty as long as there is none."""
         alarm, verdict = self._ask(lambda: self._store.multi_get(["alarm", "verdict"]))
         return bool(alarm), verdict.decode()
 
     def agree_on(self, verdict: str) -> str:
-        """The verdict of all ranks: this one, or an earlier one."""
+        """Returns the verdict of all ranks, which is this one unless another rank was faster."""
         return self._ask(lambda: self._store.compare_set("verdict", "", verdict)).decode()
 
     def _ask(self, question: Callable[[], V]) -> V:
-        if self._is_closed or (self._unanswered is not None and not self._unanswered.is_set()):
+        """Puts a question to the store from any thread, and waits for the answer."""
+        if self._is_closed or (self._late is not None and not self._late.done()):
             raise _SilentStoreError
-        answers: list[V] = []
-        errors: list[Exception] = []
-        is_answered = threading.Event()
-
-        def ask() -> None:
-            try:
-                answers.append(question())
-            except Exception as error:
-                errors.append(error)
-            finally:
-                is_answered.set()
-
-        self._questions.put(ask)
-        if not is_answered.wait(STORE_ANSWER_S):
-            self._unanswered = is_answered
-            raise _SilentStoreError
-        if errors:
-            raise errors[0]
-        return answers[0]
+        answer: Future[V] = Future()
+        self._questions.put((question, answer))
+        try:
+            return answer.result(STORE_ANSWER_S)
+        except TimeoutError:
+            self._late = answer
+            raise _SilentStoreError from None
 
     def _ask_store(self) -> None:
-        """The life of the board's thread."""
-        while (ask := self._questions.get()) is not None:
-            ask()
+        """Runs in the board's thread until `close`."""
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
 
 
 def _own_store(name: str) -> dist.Store:
-    """The store of the process group under keys of its own, by a connection that holds up nobody else's."""
+    """Opens a connection of its own to the store of the process group, with keys that begin with `name`."""
     store = get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=STORE_ANSWER_S))
     return dist.PrefixStore(f"fourmin/missing_ranks/{name}", store)

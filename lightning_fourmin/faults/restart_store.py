@@ -1,14 +1,15 @@
 """A store for one attempt of a run that torchrun may start again.
 
-torchrun keeps one store for all attempts. In it a new attempt would meet the addresses of processes that are gone, and
-the number of restarts cannot tell attempts apart: agents of different nodes count differently. So rank 0 draws a name
-for the attempt and tells it to the ranks that call now:
+torchrun keeps one store for all attempts. A new attempt would find the addresses of processes that are gone in it, and
+the number of restarts cannot tell attempts apart, because agents of different nodes count differently. So rank 0 draws
+a name for the attempt and tells it to each rank that calls:
 
-    rank 1   call/1 = 8f3a                                     calls that earlier attempts have left get an answer,
-    rank 0            answer/8f3a = 51d0                       too, but nobody reads it
-    rank 1                               51d0/1 = ""
+    rank 1   call/1 = 8f3a
+    rank 0                   answer/8f3a = 51d0
+    rank 1                                        51d0/1 = ""
 
-All ranks then use keys that begin with the name, 51d0.
+All ranks then use keys that begin with the name, 51d0. Rank 0 also answers calls that earlier attempts have left, which
+does no harm, as nobody reads these answers; it goes on until each rank has confirmed the name of this attempt.
 """
 
 import os
@@ -23,6 +24,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_fourmin._lightning import init_dist_connection
 
 POLL_S = 0.01
+"""The pause between two looks of rank 0 for calls."""
 
 
 def shares_agents_store() -> bool:
@@ -32,13 +34,16 @@ def shares_agents_store() -> bool:
 
 def join_group_of_attempt(environment: ClusterEnvironment, backend: str, timeout: timedelta, **kwargs: Any) -> None:
     """Makes the default process group in the store of this attempt; `kwargs` go to `dist.init_process_group`."""
-    address, port = environment.main_address, environment.main_port
-    store = store_of_attempt(address, port, environment.global_rank(), environment.world_size(), timeout)
+    rank, num_ranks = environment.global_rank(), environment.world_size()
+    store = store_of_attempt(environment.main_address, environment.main_port, rank, num_ranks, timeout)
     init_dist_connection(environment, backend, store=store, timeout=timeout, **kwargs)
 
 
 def store_of_attempt(address: str, port: int, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    """The agent's store under keys that no other attempt uses; a call waits for those of all ranks."""
+    """Returns the agent's store under keys that no other attempt uses.
+
+    The call is a collective: rank 0 waits for all other ranks, and they wait for rank 0.
+    """
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     meeting = dist.PrefixStore("fourmin/attempts", store)
     name = _tell(meeting, num_ranks, timeout) if rank == 0 else _ask(meeting, rank)
@@ -46,6 +51,7 @@ def store_of_attempt(address: str, port: int, rank: int, num_ranks: int, timeout
 
 
 def _tell(store: dist.Store, num_ranks: int, timeout: timedelta) -> str:
+    """Runs in rank 0: draws the name and answers calls until all ranks have confirmed it."""
     name, answered = uuid.uuid4().hex, set[str]()
     deadline = time.monotonic() + timeout.total_seconds()
     missing = list(range(1, num_ranks))
@@ -62,6 +68,7 @@ def _tell(store: dist.Store, num_ranks: int, timeout: timedelta) -> str:
 
 
 def _ask(store: dist.Store, rank: int) -> str:
+    """Runs in all other ranks: calls, waits for the name and confirms it."""
     call = uuid.uuid4().hex
     store.set(f"call/{rank}", call)
     name = store.get(f"answer/{call}").decode()

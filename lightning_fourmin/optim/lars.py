@@ -5,11 +5,11 @@
     form "mlperf":  v = momentum * v + lr * ratio * (g + weight_decay * w);  w -= v
     form "torch":   v = momentum * v +      ratio * (g + weight_decay * w);  w -= lr * v
 
-The forms differ when the rate changes: in "mlperf" a gradient keeps the rate of its own step as long as it is in v.
+The forms differ when the rate changes: in "mlperf" each gradient in v keeps the rate of its own step.
 
-On a CPU a step is bound by memory: tensor by tensor, the norms are read and torch's fused SGD kernel does the update
-while the tensor is still in the cache. Elsewhere all tensors of a device and dtype are updated together by `_foreach_`
-operations, and nothing waits for the device.
+On a CPU a step is bound by memory. So tensors are updated one by one: the norms are computed, and torch's fused SGD
+kernel does the update while the tensor is still in the cache. On other devices all tensors of a device and dtype are
+updated together by `_foreach_` operations, and nothing waits for the device.
 """
 
 import math
@@ -27,10 +27,10 @@ from lightning_fourmin._lightning import foreach_add, foreach_add_, foreach_mul_
 
 FORMS = ("mlperf", "torch")
 SMALLEST_FUSED_SCALE = 2.0**-26
-"""The smallest scale that the fused kernel gets, in FP64 as 1 - scale: a smaller one would lose more digits there than
-FP32 rounds away."""
+"""The smallest scale that the fused kernel gets. The kernel takes 1 - scale, in FP64: a smaller scale would lose more
+digits in that than FP32 rounds away."""
 NORM_BLOCK = 1024
-"""The number of elements that torch's CPU norm adds up at once: its FP32 sums over a whole tensor drift, by 0.2 % at
+"""The number of elements that torch's CPU norm may add up at once: in a whole tensor its FP32 sums are off, by 0.2 % at
 38 million elements."""
 _vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
@@ -43,8 +43,7 @@ class LARS(Optimizer):
 
     Every parameter gets a trust ratio. Biases and norm layers should have none: `LARS(fm.param_groups(module,
     weight_decay), lr=...)` leaves them out. A group with `trust_coefficient=None` has no ratio and trains with the full
-    rate. The weights of a step are the same for every way in which it is computed (the fused kernel, `_foreach_`
-    operations), up to the rounding of FP32.
+    rate. The fused kernel and the `_foreach_` operations give the same weights, up to the rounding of FP32.
 
     Args:
         params: Parameters, named parameters or groups of them; a group may set every option below for itself.
@@ -152,11 +151,11 @@ class LARS(Optimizer):
         """
         momentum, left = group["momentum"], []
         adapted = group["trust_coefficient"] is not None
-        # Tensors with a ratio one by one: what the norms have read is in the cache when the update reads it again.
+        # Tensors with a ratio are updated one by one: the update finds in the cache what the norms have read.
         for batch in [[slot] for slot in slots] if adapted else [slots]:
             ratio = _ratio_on_host(group, batch[0]) if adapted else 1.0
             scale, rate = _scale_and_rate(group, ratio)
-            # Written so that a scale that is not a number goes there, too.
+            # "not >=" instead of "<" keeps a NaN scale from the kernel as well.
             if momentum and not scale >= SMALLEST_FUSED_SCALE:
                 left += batch
                 continue
@@ -175,7 +174,7 @@ class LARS(Optimizer):
                 # In a first step the kernel would copy the gradient into v, without d. Our buffers begin as zeros.
                 is_first_step=False,
             )
-            # Autograd does not see what this kernel changes.
+            # Autograd does not see what this kernel changes, and would accept saved tensors that have changed.
             torch.autograd.graph.increment_version([*params, *buffers])
             if adapted:
                 self._last_ratios.append((params, [ratio]))
@@ -245,7 +244,7 @@ def _fits_fused_kernel(slot: _Slot) -> bool:
 
 
 def _batches(slots: list[_Slot]) -> list[list[_Slot]]:
-    """Returns what is updated together: on CPU one tensor, which stays in the cache; else all of a device and dtype."""
+    """Groups slots for joint updates: on a CPU each is alone, to stay in the cache; else by device and dtype."""
     batches: dict[Any, list[_Slot]] = defaultdict(list)
     for slot in slots:
         param = slot.param
@@ -293,7 +292,7 @@ def cpu_norm(tensor: Tensor) -> Tensor:
     num_blocks, num_left = divmod(tensor.numel(), NORM_BLOCK)
     if num_blocks == 0:
         return _vector_norm(tensor, dtype=dtype)
-    # As it lies in memory, which is fast: a norm does not depend on the order.
+    # The elements are read in the order of memory, which is fast; a norm does not depend on the order.
     dense = tensor if is_dense(tensor) else tensor.contiguous()
     of_blocks = _vector_norm(dense.as_strided((num_blocks, NORM_BLOCK), (NORM_BLOCK, 1)), dim=1, dtype=dtype)
     if num_left:

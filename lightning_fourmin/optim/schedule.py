@@ -5,8 +5,8 @@
     peak = lr of the optimizer x global batch / base_batch        (linear scaling rule, Goyal et al. 2017)
 
 A schedule (`PolySchedule`, `CosineSchedule`, `StepSchedule`) is what a recipe says before data and ranks are known.
-With the global batch and the length of a run its `plan` makes a `RatePlan`, which knows the rate of every step and puts
-its arithmetic into sentences.
+When the global batch and the length of a run are known, its method `plan` makes a `RatePlan`, which has the rate of
+every step and explains its arithmetic in sentences.
 """
 
 import math
@@ -55,15 +55,15 @@ class RatePlan:
     warmup_steps: int
     """The number of steps before the one that has the peak rate."""
     steps_per_epoch: float
-    """The length of an epoch, infinite where the train loader does not know it."""
+    """The length of an epoch, infinite if the train loader does not know it."""
     total_steps: int
-    """The length of the run."""
+    """The length of the run, in steps."""
 
     def lr(self, step: int) -> float:
         """Returns the rate of a step, counted from 0.
 
-        The rate rises to the peak, which is that of step `warmup_steps`, and falls from there. As in MLPerf's reference
-        the decay would be complete one step after the last.
+        The rate rises to the peak, which step `warmup_steps` has, and falls from there. As in MLPerf's reference, the
+        last step does not reach the end of the decay; one more step would.
         """
         if step < self.warmup_steps:
             start_lr = self.schedule.warmup_start_lr
@@ -98,8 +98,8 @@ class Schedule(ABC):
     """
 
     base_batch: int | None = None
-    """The global batch that the optimizer's rate is meant for: the rate of a run is in proportion to its own (linear
-    scaling rule). None: the rate is taken as it is."""
+    """The global batch that the optimizer's rate is meant for: the peak rate of a run is that rate times the run's own
+    global batch / `base_batch` (linear scaling rule). None: the rate is taken as it is."""
     warmup_epochs: float = 0.0
     """The length of the linear rise to the peak, in epochs."""
     warmup_steps: int | None = None
@@ -108,7 +108,7 @@ class Schedule(ABC):
     """The rate of the first step."""
 
     def __post_init__(self) -> None:
-        """Refuses fields that make no sense."""
+        """Refuses values out of range and two lengths of the warm-up."""
         if self.base_batch is not None and self.base_batch < 1:
             raise ValueError(f"base_batch={self.base_batch} must be at least 1, or None to take the rate as it is")
         for name in ("warmup_epochs", "warmup_steps", "warmup_start_lr"):
@@ -122,7 +122,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def decayed(self, peak_lr: float, share: float, epoch: float) -> float:
-        """Returns the rate after a share (0 to 1) of the steps behind the warm-up, at an epoch of the run."""
+        """Returns the rate after a share (0 to 1) of the steps that follow the warm-up, at an epoch of the run."""
 
     @abstractmethod
     def decay_in_words(self) -> str:
@@ -133,9 +133,9 @@ class Schedule(ABC):
 
         Args:
             lr: The rate that the optimizer was given.
-            batch: The global batch of the run; None where it is not known, which linear scaling refuses.
-            steps_per_epoch: The length of an epoch, infinite where the train loader does not know it.
-            total_steps: The length of the run.
+            batch: The global batch of the run; None if it is not known, which linear scaling refuses.
+            steps_per_epoch: The length of an epoch, infinite if the train loader does not know it.
+            total_steps: The length of the run, in steps.
         """
         if lr <= 0:
             raise ValueError(f"the optimizer's lr={lr:g} must be above 0: the schedule multiplies it")
@@ -160,7 +160,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class PolySchedule(Schedule):
-    """A rate that falls to its end as (1 - share)^power, with the share of the steps behind the warm-up.
+    """A rate that falls to its end as (1 - share)^power, with the share of the steps done since the warm-up.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""16-bit products on a CPU: computed in FP32 and rounded once, as the tensor cores of a GPU do.
+"""16-bit products on a CPU: computed in FP32 and rounded once, as on the tensor cores of a GPU.
 
     FP16 x FP16 --upcast, exact--> FP32 product, FP32 sum --round--> FP16
 
@@ -17,28 +17,19 @@ from lightning_fourmin._lightning import TorchDispatchMode, aten_op
 
 _ATTENTION = aten_op("_scaled_dot_product_flash_attention_for_cpu")
 _MAX_POOL = aten_op("max_pool2d_with_indices")
-_PRODUCTS = frozenset(
-    aten_op(name)
-    for name in (
-        "convolution",
-        "convolution_backward",
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "addbmm",
-        "mv",
-        "addmv",
-        "dot",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        # These fused kernels are what attention layers use in evaluation.
-        "_native_multi_head_attention",
-        "_transformer_encoder_layer_fwd",
-        # This is no product, but as slow in 16 bit, and exact in FP32 as well.
-        "max_pool2d_with_indices",
-    )
-) - {None}
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
+_PRODUCTS = {
+    _ATTENTION,
+    aten_op("_scaled_dot_product_flash_attention_for_cpu_backward"),
+    # Attention layers use these two fused kernels in evaluation.
+    aten_op("_native_multi_head_attention"),
+    aten_op("_transformer_encoder_layer_fwd"),
+    aten_op("convolution"),
+    aten_op("convolution_backward"),
+    *map(aten_op, _MATRIX_PRODUCTS),
+    # Pooling is not a product, but as slow in 16 bit, and exact in FP32 as well.
+    _MAX_POOL,
+} - {None}
 HALVES = (torch.float16, torch.bfloat16)
 """The 16-bit dtypes."""
 _BF16_UNITS = ("avx512_bf16", "bf16")
@@ -46,10 +37,10 @@ _BF16_UNITS = ("avx512_bf16", "bf16")
 
 
 def needs_cpu_half_ops(device: torch.device, dtype: torch.dtype) -> bool:
-    """True where torch's own 16-bit kernels are slow or cannot be relied on.
+    """Whether torch's own 16-bit kernels are slow or not reliable on a device.
 
     Units for FP16 do not make a step fast: with avx512_fp16 the backward pass of a convolution takes a hundred times as
-    long as in FP32. Some virtual machines name AMX units that they do not have: there a product in BF16 ends the
+    long as in FP32. Some virtual machines report AMX units that they do not have, and a product in BF16 would end the
     process.
     """
     if device.type != "cpu":
@@ -62,15 +53,15 @@ class CpuHalfOps(TorchDispatchMode):
     """While this mode is active, products of FP16 or BF16 CPU tensors run in FP32 and are rounded to their dtype.
 
     The mode is active in the thread that enters it. The backward pass of CPU tensors runs in the thread that starts it,
-    so whoever enters the mode for the forward pass has to enter it for the backward pass, too. A net compiled with
-    `torch.compile` runs uncompiled in it. One object serves one thread: products share its buffers.
+    so that thread has to enter the mode for the backward pass, too. A net compiled with `torch.compile` runs uncompiled
+    in this mode. Only one thread may use an object, because its products share buffers.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers: dict[int, Tensor] = {}
-        """FP32 memory for each position of an argument, kept from product to product: fresh memory costs more than the
-        cast into it."""
+        """FP32 memory for each position of an argument. It is kept from product to product, because new memory costs
+        more time than the cast into it."""
 
     @override
     def __torch_dispatch__(
@@ -79,7 +70,8 @@ class CpuHalfOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS:
             return self._in_fp32(func, args, kwargs)
-        # In inference mode composite operations (linear, matmul, attention) arrive whole, not as their products.
+        # In inference mode composite operations (linear, matmul, attention) arrive here whole. `decompose` runs them as
+        # their products, which arrive here again.
         if torch.is_inference_mode_enabled():
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -99,13 +91,13 @@ class CpuHalfOps(TorchDispatchMode):
         if isinstance(result, Tensor):
             return result.to(dtype)
         if product is _ATTENTION:
-            # The log of the softmax's sums, which backward reads, is FP32 in torch's 16-bit kernels as well.
+            # The logarithms of the softmax's sums, which backward reads, are FP32 in torch's 16-bit kernels, too.
             output, log_sums = result
             return output.to(dtype), log_sums
         return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in result)
 
     def _max_pool(self, images: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Pools in channels-last order: torch's kernel for that is several times faster, changes of order included."""
+        """Pools in channels-last order: even with two changes of order that is several times faster in torch."""
         _, channels, height, width = images.shape
         strides = (channels * height * width, 1, width * channels, channels)
         maxima, indices = _MAX_POOL(self._raise(images, 0, strides), *args, **kwargs)
@@ -114,13 +106,13 @@ class CpuHalfOps(TorchDispatchMode):
     def _raise(self, tensor: Tensor, position: int, strides: tuple[int, ...] | None = None) -> Tensor:
         """Returns the tensor in FP32, in its own strides or in those of another dense order.
 
-        The result is good until the next product, which uses the same memory.
+        The result is valid until the next product, which uses the same memory.
         """
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return tensor.float()
         buffer = self._buffers.get(position)
         if buffer is None or buffer.numel() < tensor.numel():
-            # A tensor that is made in inference mode could not be written outside of it.
+            # A buffer that is made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 buffer = self._buffers[position] = torch.empty(tensor.numel(), dtype=torch.float32)
         return buffer.as_strided(tensor.shape, strides or tensor.stride()).copy_(tensor)

@@ -1,6 +1,7 @@
-"""Gradients that are not finite: found after the all-reduce, also where a rank keeps some, and put into words."""
+"""Gradients that are not finite: finding them after the all-reduce, and describing them in error messages."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,33 +16,27 @@ from lightning_fourmin._lightning import check_and_unscale_, foreach_mul_, value
 
 
 def unscale(gradients: Iterable[Tensor], factor: float) -> list[Tensor]:
-    """Multiplies gradients by a factor and notes, in the same pass where it can, whether they are finite afterwards.
+    """Multiplies gradients by a factor and notes, in the same pass where possible, whether they are finite afterwards.
 
-    Every device has a flag, a tensor on it that is not 0 if one of its gradients is not finite. This function does not
-    wait for a device; `any_set` does.
+    Returns one flag for every device: a tensor on it that is not 0 if a gradient there is not finite. This function
+    does not wait for a device; `any_set` does.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
+    groups: defaultdict[tuple[torch.device, bool], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    flags = []
-    for device, on_device in by_device.items():
-        flag = torch.zeros((), device=device)
-        one_pass: list[Tensor] = []
-        two_passes: list[Tensor] = []
-        for gradient in on_device:
-            # The kernel multiplies by a number in FP32, which is too few digits for float64. And it looks at what it
-            # reads, not at what it writes: it does not see what a factor above 1 (a scale below 1) makes overflow.
-            fits = factor <= 1 and gradient.dtype is torch.float32 and gradient.layout is torch.strided
-            (one_pass if fits else two_passes).append(gradient)
+        # The kernel multiplies by a number in FP32, which has too few digits for float64. And it checks what it reads,
+        # not what it writes: it does not see an overflow that a factor above 1 (a scale below 1) causes.
+        one_pass = factor <= 1 and gradient.dtype is torch.float32 and gradient.layout is torch.strided
+        groups[gradient.device, one_pass].append(gradient)
+    flags = {device: torch.zeros((), device=device) for device, _ in groups}
+    for (device, one_pass), group in groups.items():
+        flag = flags[device]
         if one_pass:
-            check_and_unscale_(one_pass, flag, torch.full_like(flag, factor))
-        if two_passes:
+            check_and_unscale_(group, flag, torch.full_like(flag, factor))
+        else:
             if factor != 1:
-                foreach_mul_(two_passes, factor)
-            values = [_values(gradient) for gradient in two_passes]
-            check_and_unscale_(values, flag, torch.ones_like(flag))
-        flags.append(flag)
-    return flags
+                foreach_mul_(group, factor)
+            check_and_unscale_([_values(gradient) for gradient in group], flag, torch.ones_like(flag))
+    return list(flags.values())
 
 
 def any_set(flags: list[Tensor]) -> bool:
@@ -67,7 +62,7 @@ def outside_of(module: nn.Module, optimizers: list[Optimizer]) -> list[nn.Parame
 
 
 def ranks_differ(module: nn.Module, optimizers: list[Optimizer]) -> bool:
-    """Whether some gradients are not all-reduced, so that one rank may find a bad one alone."""
+    """Whether some gradients are not all-reduced, so that a single rank may find a bad one."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return bool(outside_of(module, optimizers)) or any(name in ignored for name, _ in module.named_parameters())
 
@@ -77,12 +72,12 @@ class BadStep:
     """A step whose gradients are not finite, as one rank sees it."""
 
     global_step: int
-    """The number of steps before it."""
+    """The number of steps before this one."""
     epoch: int
-    """The number of epochs before it."""
+    """The number of epochs before that of this step."""
     parameter: str | None
-    """The parameter with a bad gradient that the backward pass came to first, if layers are registered in the order in
-    which they run; None if only other ranks have a bad gradient."""
+    """The first parameter that got a bad gradient in the backward pass, provided that layers are registered in the
+    order in which they run; None if only other ranks have a bad gradient."""
     num_bad: int
     """The number of this rank's gradients that are not finite."""
     num_gradients: int
@@ -96,12 +91,12 @@ class BadStep:
         parameters += [(repr(name), p) for name, p in module.named_parameters() if p in mine]
         gradients = [(name, p.grad) for name, p in parameters if p.grad is not None]
         bad = [name for name, gradient in gradients if not _values(gradient).isfinite().all()]
-        # Backward runs through the layers from the last to the first, so the last name is the one it came to first.
+        # Backward runs through the layers from the last to the first, so the last name got its gradient first.
         parameter = bad[-1] if bad else None
         return cls(module.trainer.global_step, module.trainer.current_epoch, parameter, len(bad), len(gradients))
 
     def __str__(self) -> str:
-        """Returns place and extent of the trouble, for use in a sentence."""
+        """Says where the step is and how many gradients are bad, for use in a sentence."""
         step = f"global_step {self.global_step} of epoch {self.epoch}"
         if self.parameter is None:
             return f"{step} (on another rank; the gradients of this one are finite)"
@@ -122,7 +117,7 @@ def losses_of_ranks(trainer: Trainer, loss: Tensor | None) -> str:
 
 def values_of_ranks(trainer: Trainer, value: Tensor) -> list[float]:
     """Gathers the mean of a tensor from every rank. The call is a collective: all ranks make it together."""
-    # A loss may be a vector, where its gradient is given with it.
+    # The loss is a vector if the user calls backward with a gradient for each of its elements.
     mine = value.detach().float().mean().reshape(1)
     everyones = [mine]
     if isinstance(trainer.strategy, DDPStrategy):

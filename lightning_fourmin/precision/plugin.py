@@ -37,8 +37,8 @@ class FourMinPrecision(HalfPrecision):
     The module's parameters are the FP32 masters that optimizers, callbacks and checkpoints see. In training,
     validation, test and prediction steps `layer.weight` is a 16-bit copy, while `parameters()` still lists the masters:
     change weights through those. Norm layers (by type) stay in FP32. Steps run in `torch.autocast`, so losses are
-    computed in FP32 and products take FP32 tensors (buffers such as position encodings, tensors made in the step) as
-    16-bit ones. FP32 tensors of a batch arrive in 16 bit; float64 tensors arrive as they are.
+    computed in FP32, and products round FP32 tensors (buffers such as position encodings, tensors made in the step) to
+    16 bit. FP32 tensors of a batch arrive in 16 bit; float64 tensors arrive as they are.
 
     Outside of the backward pass gradients are FP32 and unscaled, so hooks, clipping and optimizers work as in FP32. A
     step with a gradient that is not finite on any rank is skipped on all of them, and counted: `fourmin/skipped_steps`
@@ -46,8 +46,9 @@ class FourMinPrecision(HalfPrecision):
 
     Lightning calls the methods of a plugin in this order, all from the thread that trains: `convert_module` (checkpoint
     weights are in the module by then), `connect` (optimizers exist), then for each batch `forward_context`,
-    `pre_backward`, `backward` and `post_backward`. The batch before a step does so in the closure that `optimizer_step`
-    gets. In manual optimization everything, `optimizer_step` included, runs inside of `forward_context`.
+    `pre_backward`, `backward` and `post_backward`. For the batch before a step, these four run in the closure that
+    `optimizer_step` gets. In manual optimization everything, `optimizer_step` included, runs inside of
+    `forward_context`.
 
     Args:
         dtype: "fp16" or "bf16".
@@ -62,39 +63,36 @@ class FourMinPrecision(HalfPrecision):
         ```
     """
 
+    _module: LightningModule
+    _weight_copies: WeightCopies
+    """Like `_module`, this is set by `convert_module`, before Lightning calls a method that needs it."""
+
     def __init__(
         self, dtype: str = "fp16", loss_scale: float | str = "dynamic", half_kernels: bool | None = None
     ) -> None:
         if dtype not in COMPUTE_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known: choose one of {', '.join(map(repr, COMPUTE_DTYPES))}")
-        _check_loss_scale(dtype, loss_scale)
         super().__init__("16-true" if dtype == "fp16" else "bf16-true")
         self.dtype = COMPUTE_DTYPES[dtype]
-        if dtype == "bf16":
-            self.loss_scale = LossScale(1.0, dynamic=False)
-        elif loss_scale == "dynamic":
-            self.loss_scale = LossScale(INITIAL_SCALE, dynamic=True)
-        else:
-            self.loss_scale = LossScale(float(loss_scale), dynamic=False)
+        self.loss_scale = _loss_scale(dtype, loss_scale)
         self._half_kernels = half_kernels
         self._half_ops: AbstractContextManager[Any] = nullcontext()
-        self._module: nn.Module | None = None
         self._ranks_differ = False
         self._widened: dict[str, Tensor] = {}
-        """The tensors, by name, that the module has brought in 16 bit and trains or normalises with: FP32 now."""
-        self._weight_copies: WeightCopies | None = None
+        """The trained or normalising tensors, by name, that were 16 bit in the user's module and are FP32 now."""
         self._hooks: list[RemovableHandle] = []
         self._loss: Tensor | None = None
         """The loss of the last backward pass, for the error that names ranks whose loss is not finite."""
         self._overflow_flags: list[Tensor] | None = None
-        """What the last backward pass found in the gradients of the optimizer, not yet read from the device; None: the
-        gradients are to be looked at before the step."""
+        """What the last backward pass found in the gradients of the optimizer, not yet read from the device; None if
+        the gradients have to be looked at right before the step."""
         self._first_bad: dict[int, BadStep] = {}
-        """The first of the steps in a row that each optimizer has skipped up to now."""
+        """The first of the steps in a row that an optimizer has skipped up to now, by the optimizer's number."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # In place: the strategy does not use what this method returns.
+        assert isinstance(module, LightningModule)
+        # The module is changed in place: the strategy does not use what this method returns.
         of_norms = tensors_of_norms(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if tensor.dtype in HALVES and (tensor.requires_grad or tensor in of_norms):
@@ -113,27 +111,26 @@ class FourMinPrecision(HalfPrecision):
                 "LBFGS evaluates the loss several times a step, and a step cannot be skipped after that: use another "
                 "optimizer, or precision='32-true'"
             )
-        wanted = needs_cpu_half_ops(self._device, self.dtype) if self._half_kernels is None else self._half_kernels
+        wanted = self._half_kernels
+        if wanted is None:
+            wanted = needs_cpu_half_ops(self._module.device, self.dtype)
         self._half_ops = CpuHalfOps() if wanted else nullcontext()
-        assert self._module is not None
+        # Not of `model`, which DDP may have wrapped: names of ignored parameters are attributes of the inner module.
         self._ranks_differ = ranks_differ(self._module, optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
-    # The contexts of HalfPrecision would make parameters, and tensors of the user, 16-bit ones from the beginning.
+    # HalfPrecision's versions of these two contexts would create parameters, and tensors of the user, in 16 bit.
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    @override
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    module_init_context = tensor_init_context
 
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        assert self._weight_copies is not None
-        # Without the cache of autocast: its copies would outlive an optimizer's step inside of this one.
-        autocast = torch.autocast(self._device.type, dtype=self.dtype, cache_enabled=False)
+        # Autocast's own cache is off: its copies would survive an optimizer's step that runs inside of this context.
+        autocast = torch.autocast(self._module.device.type, dtype=self.dtype, cache_enabled=False)
         with self._weight_copies.active(), self._half_ops, autocast:
             yield
 
@@ -145,7 +142,8 @@ class FourMinPrecision(HalfPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         loss = super().pre_backward(tensor, module).float()
         self._loss = loss.detach()
-        # This backward pass adds to the gradients of earlier ones (accumulation), and the all-reduce takes the sum.
+        # This backward pass adds scaled gradients to those of earlier ones (accumulation), which are unscaled, and the
+        # all-reduce takes the sum: so the earlier ones are scaled again.
         if self.loss_scale.value != 1 and (gradients := self._gradients(module)):
             foreach_mul_(list(gradients.values()), self.loss_scale.value)
         return loss * self.loss_scale.value
@@ -154,9 +152,8 @@ class FourMinPrecision(HalfPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        assert self._weight_copies is not None
-        # Layers with checkpointed activations run their forward again in here, and need copies for it.
-        with self._weight_copies.active(), self._half_ops, torch.autocast(self._device.type, enabled=False):
+        # Layers with checkpointed activations run their forward pass again in here and read copies in it.
+        with self._weight_copies.active(), self._half_ops, torch.autocast(self._module.device.type, enabled=False):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
@@ -168,35 +165,35 @@ class FourMinPrecision(HalfPrecision):
     def _unscale(self, module: LightningModule) -> list[Tensor] | None:
         """Divides all gradients by the loss scale.
 
-        Returns the flags of overflow of the optimizer's gradients, which decide on the next step; None where other code
-        may still change the gradients, and where the scale is 1 and there is nothing to divide.
+        Returns the flags of overflow of the optimizer's gradients, which decide on the next step. Returns None if other
+        code may still change the gradients, or if the scale is 1 and there is nothing to divide.
         """
         factor = 1 / self.loss_scale.value
         if factor == 1:
             return None
         gradients = self._gradients(module)
-        if _others_may_change_gradients(module):
-            if gradients:
-                foreach_mul_(list(gradients.values()), factor)
-            return None
-        # A step does not depend on gradients of parameters that the optimizer does not have.
-        (optimizer,) = module.trainer.optimizers
-        mine = set(self.main_params(optimizer))
-        rest = [gradient for parameter, gradient in gradients.items() if parameter not in mine]
-        if rest:
+        checks_later = _others_may_change_gradients(module)
+        # A step does not depend on gradients of parameters that its optimizer, the only one here, does not have.
+        mine = set() if checks_later else set(self.main_params(module.trainer.optimizers[0]))
+        if rest := [gradient for parameter, gradient in gradients.items() if parameter not in mine]:
             foreach_mul_(rest, factor)
+        if checks_later:
+            return None
         return unscale([gradient for parameter, gradient in gradients.items() if parameter in mine], factor)
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        assert self._weight_copies is not None
-        # Flags of an earlier backward pass say nothing if this closure ends without one.
+        # The closure may end without a backward pass, and flags of an earlier one would say nothing about this step.
         self._overflow_flags = None
         result = closure()
         number = next(i for i, other in enumerate(model.trainer.optimizers) if other is optimizer)
-        finite = self._is_finite(optimizer)
+        # Either way this waits for the device.
+        if self._overflow_flags is not None:
+            finite = not any_set(self._overflow_flags)
+        else:
+            finite = all_finite(p.grad for p in self.main_params(optimizer) if p.grad is not None)
         if self._ranks_differ:
             finite = model.trainer.strategy.reduce_boolean_decision(finite)
         if finite:
@@ -207,58 +204,43 @@ class FourMinPrecision(HalfPrecision):
         else:
             if number not in self._first_bad:
                 self._first_bad[number] = BadStep.examine(model, optimizer)
-            # Schedulers count a skipped step like any other. Without this, torch would warn after a skipped first step
-            # that the scheduler came before the optimizer.
+            # A scheduler steps after a skipped step, too. If the first step is skipped, torch would warn without this
+            # call that the scheduler stepped before the optimizer.
             count_as_step(optimizer)
         self.loss_scale.update(finite, number)
         self._report(model, number)
         return result
 
-    def _is_finite(self, optimizer: Optimizer) -> bool:
-        """Whether all gradients of the optimizer are finite on this rank; waits for the device."""
-        flags, self._overflow_flags = self._overflow_flags, None
-        if flags is not None:
-            return not any_set(flags)
-        return all_finite(p.grad for p in self.main_params(optimizer) if p.grad is not None)
-
     def _report(self, model: LightningModule, optimizer: int) -> None:
-        """Logs the scale; warns and at last raises where it does not stop the overflow."""
+        """Logs the scale; warns, and in the end raises, if lowering it does not stop the overflow."""
         scale = self.loss_scale
         if not model.trainer.barebones:
             figures = {"fourmin/loss_scale": scale.value, "fourmin/skipped_steps": float(scale.skipped_steps)}
-            # Manual optimization may step in hooks in which Lightning does not log steps.
+            # In manual optimization an optimizer may step in a hook in which Lightning refuses to log.
             with suppress(MisconfigurationException):
                 model.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
         if scale.exhausted(optimizer):
-            raise RuntimeError(self._describe_overflow(model, optimizer))
+            raise RuntimeError(
+                f"gradients were not finite in {scale.skips_in_a_row[optimizer]} steps in a row, the first at "
+                f"{self._first_bad[optimizer]}, the last with loss scale {scale.value:g}; "
+                f"{losses_of_ranks(model.trainer, self._loss)}: look for bad data or a diverging loss, lower the "
+                "learning rate, or try dtype='bf16' or precision='32-true'"
+            )
         if scale.skips_in_a_row[optimizer] == PATIENCE // 2:
             rank_zero_warn(
                 f"{PATIENCE // 2} steps in a row were skipped: their gradients are not finite; the loss scale is now "
                 f"{scale.value:g}"
             )
 
-    def _describe_overflow(self, model: LightningModule, optimizer: int) -> str:
-        return (
-            f"gradients were not finite in {self.loss_scale.skips_in_a_row[optimizer]} steps in a row, the first at "
-            f"{self._first_bad[optimizer]}, the last with loss scale {self.loss_scale.value:g}; "
-            f"{losses_of_ranks(model.trainer, self._loss)}: look for bad data or a diverging loss, lower the learning "
-            "rate, or try dtype='bf16' or precision='32-true'"
-        )
-
     def _gradients(self, module: LightningModule) -> dict[nn.Parameter, Tensor]:
-        """Returns all gradients there are; optimizers may have parameters that the module does not have."""
+        """Returns the gradients of the module's parameters and of those that only optimizers have."""
         optimizers = module.trainer.optimizers
         parameters = chain(module.parameters(), *(self.main_params(optimizer) for optimizer in optimizers))
         return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
 
-    @property
-    def _device(self) -> torch.device:
-        assert isinstance(self._module, LightningModule)
-        return self._module.device
-
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Copies FP32 weights once more: Lightning has loaded, and so rounded, them while the module was 16 bit."""
+        """Copies FP32 weights again: Lightning has loaded them, and so rounded them, while the module was 16 bit."""
         with torch.no_grad():
             for name in self._widened.keys() & checkpoint["state_dict"].keys():
                 self._widened[name].copy_(checkpoint["state_dict"][name])
@@ -275,7 +257,7 @@ class FourMinPrecision(HalfPrecision):
     def teardown(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._module, self._weight_copies, self._hooks, self._loss, self._first_bad = None, None, [], None, {}
+        self._hooks, self._loss, self._first_bad = [], None, {}
         self._half_ops, self._widened, self._overflow_flags = nullcontext(), {}, None
         super().teardown()
 
@@ -283,10 +265,10 @@ class FourMinPrecision(HalfPrecision):
 def _others_may_change_gradients(module: LightningModule) -> bool:
     """Whether code of the user may run between the end of a backward pass and the decision on the step.
 
-    Such code may clip gradients or set them to 0, and the decision has to be about what it leaves: so the gradients are
-    looked at once more, right before the step. The version counters of tensors could not tell whether that is needed,
-    because writing through `.data` does not change them. In manual optimization several optimizers may share a backward
-    pass, too, and each decides on its own gradients.
+    Such code may clip gradients or set them to 0, and the decision must be about the gradients that it leaves: so they
+    are looked at right before the step. The version counters of tensors cannot tell whether gradients were changed,
+    because writing through `.data` does not change the counters. In manual optimization, several optimizers may share a
+    backward pass as well, and each decides on its own gradients.
     """
     if not module.automatic_optimization or _overrides(module, LightningModule, "optimizer_step"):
         return True
@@ -297,16 +279,19 @@ def _others_may_change_gradients(module: LightningModule) -> bool:
 
 
 def _overrides(instance: object, base: type, method: str) -> bool:
+    """Whether the class of an object, or the object itself, has its own version of a method of the base class."""
     return getattr(getattr(instance, method), "__func__", None) is not getattr(base, method)
 
 
-def _check_loss_scale(dtype: str, loss_scale: float | str) -> None:
+def _loss_scale(dtype: str, loss_scale: float | str) -> LossScale:
+    """Checks the argument `loss_scale` and makes the scale that it asks for."""
     if loss_scale == "dynamic":
-        return
-    if isinstance(loss_scale, str) or not (math.isfinite(loss_scale) and loss_scale > 0):
+        return LossScale(1.0, dynamic=False) if dtype == "bf16" else LossScale(INITIAL_SCALE, dynamic=True)
+    if isinstance(loss_scale, str) or not 0 < loss_scale < math.inf:
         raise ValueError(f"loss_scale must be 'dynamic' or a number above 0, got {loss_scale!r}")
     if dtype == "bf16":
         raise ValueError(
             f"loss_scale={loss_scale!r} with dtype='bf16': BF16 has the range of FP32 and needs no loss scale; leave "
             "loss_scale out, or use dtype='fp16'"
         )
+    return LossScale(float(loss_scale), dynamic=False)

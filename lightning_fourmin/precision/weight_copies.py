@@ -1,10 +1,10 @@
 """16-bit copies that take the place of a module's FP32 parameters in a step, and the norm layers that keep FP32.
 
-in a step           layer.weight       -> a 16-bit copy; its cast is in the graph: FP32 gradients reach the master
+in a step           layer.weight       -> a 16-bit copy; the cast is in the graph, so the master gets an FP32 gradient
                     layer.parameters() -> the FP32 masters, as for optimizers, state_dict and regularisers
 outside of a step   both               -> the FP32 masters
 
-A norm layer between 16-bit layers reads FP32 parameters and statistics, computes in FP32 and hands on 16 bit.
+A norm layer between 16-bit layers reads FP32 parameters and statistics, computes in FP32 and returns 16 bit.
 """
 
 from collections.abc import Iterator
@@ -30,26 +30,27 @@ from lightning_fourmin.precision.cpu_half_ops import HALVES
 NORM_LAYERS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 """The classes of norm layers. Subclasses count: a layer is known by its type, whatever its `forward` does."""
 _MIXED_FORWARDS = {cls.forward for cls in (BatchNormBase, nn.SyncBatchNorm, InstanceNormBase)}
-"""The forwards that call kernels which read 16-bit activations and compute in FP32. On a GPU that saves memory traffic;
-on a CPU those kernels are slower than two casts. Autocast itself casts the inputs of the other norm layers."""
+"""The `forward` methods that call kernels which read 16-bit activations and compute in FP32. On a GPU these kernels
+save memory traffic; on a CPU they are slower than two casts."""
 _IN_FP32 = (*NORM_LAYERS, ParametrizationList)
-"""The classes of layers that keep their parameters. A parametrization is one of them: a weight that is computed from
-others (spectral norm) is computed in FP32, and the product that uses it rounds the result."""
+"""The classes of layers that read the masters. Parametrizations are among them: a weight that is computed from other
+tensors (spectral norm) is computed in FP32, and the product that uses it rounds the result."""
 _Copies = dict[tuple[bool, bool], dict[Tensor, Tensor]]
-"""Copies by what they are good for (gradients, inference mode) and by master; tied weights share a copy."""
+"""The copies by their kind (whether they need gradients, whether inference mode made them) and master. Tied weights
+share a copy."""
 
 
 class WeightCopies:
     """The 16-bit copies of one module's FP32 parameters.
 
-    Autocast alone would cast each weight where a product reads it, and its cache would keep a copy beyond an
-    optimizer's step inside of a step (manual optimization). Casting the parameters for good would need a second set of
-    tensors for optimizers, checkpoints and callbacks. So the parameters stay the masters, and only the look-up of
-    `layer.weight` changes, and only while a step runs.
+    Autocast alone would cast each weight where a product reads it, and in manual optimization, where an optimizer steps
+    inside of a training step, its cache would keep copies of the old weights. Casting the parameters for good would
+    need a second set of tensors for optimizers, checkpoints and callbacks. So the parameters stay the masters, and only
+    the look-up of `layer.weight` changes, and only while a step runs.
 
-    A copy is made when it is first read and is good until the masters change: `refresh` forgets all copies. The thread
-    that runs the step uses this object, and in its place, while it waits for the backward pass, the thread of autograd
-    that computes checkpointed activations again; never two at a time.
+    A copy is made when it is first read and is valid until the masters change: `refresh` forgets all copies. Two
+    threads use this object, never at the same time: the one that runs the step, and, while that waits for the backward
+    pass, the thread of autograd that computes checkpointed activations again.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -59,9 +60,9 @@ class WeightCopies:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While this context is open, layers read copies, which all that runs inside shares."""
+        """Lets layers read copies while the context is open; a context inside of it shares its copies."""
         if self._active:
-            # Manual optimization: the backward pass runs inside of the step.
+            # In manual optimization the backward pass runs inside of the step.
             yield
             return
         replaced = [
@@ -97,7 +98,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
         master = super().__getitem__(name)
         if master is None or master.dtype is not torch.float32:
             return master
-        # The compiler cannot look into inference mode, and is not used in it.
+        # torch.compile cannot trace the question for inference mode, and is not used in it.
         inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         kind = (master.requires_grad and torch.is_grad_enabled(), inference)
         copies = self._copies.setdefault(kind, {})
@@ -107,14 +108,14 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
     @override
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        # `torch.func.functional_call` puts back what it has looked up, which is a copy: its master goes back.
+        # `torch.func.functional_call` puts back what it has looked up, which is a copy: put back the master instead.
         for copies in self._copies.values():
             value = next((cast(nn.Parameter, master) for master, copy in copies.items() if copy is value), value)
         super().__setitem__(name, value)
 
     @override
     def __reduce__(self) -> tuple[type[dict], tuple[list[tuple[str, nn.Parameter | None]]]]:  # type: ignore[type-arg]
-        # A module that is copied or pickled in the middle of a step becomes an ordinary one, of masters.
+        # A module that is copied or pickled in the middle of a step becomes an ordinary one, with the masters.
         return dict, (list(self.items()),)
 
 
@@ -125,7 +126,7 @@ def tensors_of_norms(module: nn.Module) -> set[Tensor]:
 
 
 def keep_norms_in_fp32(module: nn.Module) -> list[RemovableHandle]:
-    """Gives all norm layers of a module hooks that cast at their borders; float64 stays as it is."""
+    """Gives all norm layers of a module hooks that cast inputs and outputs; float64 stays as it is."""
     handles = []
     for layer in module.modules():
         if isinstance(layer, NORM_LAYERS):
@@ -141,7 +142,7 @@ def _inputs_to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _output_to_16_bit(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    # Outside of a step no autocast is on, and a norm layer gives what it gives in FP32 training.
+    # Outside of a step autocast is off, and a norm layer returns what it returns in FP32 training.
     if isinstance(output, Tensor) and output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
         return output.to(torch.get_autocast_dtype(output.device.type))
     return output

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lightning_fourmin as fm
+from lightning_fourmin.optim import lars as lars_module
 from lightning_fourmin.optim.lars import SMALLEST_FUSED_SCALE
 
 NUM_STEPS = 200
@@ -104,7 +105,7 @@ def assert_close(found: list[Tensor], expected: list[np.ndarray], tolerance: flo
 @pytest.mark.parametrize("kernel", ["fused", "no fused kernel"])
 def test_golden(monkeypatch: pytest.MonkeyPatch, form: Any, nesterov: bool, dtype: torch.dtype, kernel: str) -> None:
     if kernel != "fused":
-        monkeypatch.delattr(torch, "_fused_sgd_")
+        monkeypatch.setattr(lars_module, "fused_sgd_", None)
     module, lr, decay = net(dtype), 8.0, 1e-2
     steps = gradients(list(module.parameters()), NUM_STEPS)
     start = [p.detach().clone() for p in module.parameters()]
@@ -139,7 +140,7 @@ def test_fused_kernel_runs_where_it_is_right(
         calls.append(len(params))
         kernel(params, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "_fused_sgd_", counted)
+    monkeypatch.setattr(lars_module, "fused_sgd_", counted)
     module = net(dtype)
     optimizer = fm.LARS(fm.param_groups(module, 1e-2), 1.0, nesterov=nesterov)
     train(module, optimizer, gradients(list(module.parameters()), 1))
