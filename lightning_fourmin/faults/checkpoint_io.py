@@ -51,7 +51,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         content = io.BytesIO()
         torch.save(checkpoint, content)
         try:
-            _publish(content.getbuffer(), target)
+            # Released before an error leaves: Python 3.12.0 and 3.12.1 crash when they collect a view of a BytesIO.
+            with content.getbuffer() as view:
+                _publish(view, target)
         except OSError as error:
             raise CheckpointError(
                 f"{path} could not be saved ({error.strerror}): make room or give a directory that can be written, "
@@ -168,8 +170,9 @@ def _publish(content: memoryview, path: Path) -> None:
         with partial.open("wb", buffering=0) as file:
             with suppress(OSError):  # some network file systems have no locks, and leftovers stay there
                 fcntl.flock(file, fcntl.LOCK_EX)
-            while content:
-                content = content[file.write(content) :]
+            num_written = 0
+            while num_written < len(content):
+                num_written += file.write(content[num_written:])
             os.fsync(file.fileno())
             partial.replace(path)
     finally:

@@ -264,7 +264,7 @@ def test_numbers_that_are_not_finite_end_a_run(fourmin: Fourmin) -> None:
     diverging = ["precision=fp32", "optim=sgd", "optim.lr=1e38", "trainer.limit_train_batches=8", "trainer.devices=1"]
     code, output, errors = fourmin("train", *diverging, "data.num_workers=0", "callbacks.preemption=null")
     assert code == 1
-    assert "\nfourmin train: gradients are not finite at global_step " in errors
+    assert "fourmin train: gradients are not finite at global_step " in errors
     assert "Traceback" not in output + errors
 
 

@@ -36,6 +36,8 @@ WARNING_EXCEPTIONS: tuple[tuple[str, type[Warning]], ...] = (
     (r"The '.*' does not have many workers", PossibleUserWarning),
     # Tests ask for the CPU on purpose, also on a machine with a GPU.
     (r"GPU available but not used", PossibleUserWarning),
+    # What torch 2.15 says when it compiles on the first release of Python 3.13.
+    (r"Guards may run slower on Python 3\.13\.0", RuntimeWarning),
 )
 
 
