@@ -52,11 +52,6 @@ class Phases:
     enter_owner: Callable[[Payload], None] = lambda payload: None
     """Narrows a fresh payload to the part that this rank owns, so that the second half can run without the first."""
 
-    @property
-    def by_stage(self) -> dict[str, Phase]:
-        """Both halves, one after the other."""
-        return {**self.until_owner, **self.from_owner}
-
 
 class Algorithm(ABC):
     """One way to sum the gradients of all ranks. Its objects have no state; `ALGORITHMS` and `PREDICTED` hold them."""

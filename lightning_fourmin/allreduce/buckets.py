@@ -103,15 +103,11 @@ def wire_bytes(module: nn.Module, wire_dtype: torch.dtype | None) -> int:
     return sum(p.numel() * (wire_dtype or p.dtype).itemsize for p in module.parameters() if p.requires_grad)
 
 
-def _num_bytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
-
-
 def _ready_sizes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
     """Bytes of the gradients that caps are made for, in ready order: those of the dtype with the most bytes."""
     sizes: dict[torch.dtype, list[int]] = {}
     for _, parameter in parameters:
-        sizes.setdefault(parameter.dtype, []).append(_num_bytes(parameter))
+        sizes.setdefault(parameter.dtype, []).append(parameter.nbytes)
     return max(sizes.values(), key=sum)[::-1]
 
 
@@ -137,6 +133,6 @@ def _ddp_buckets(
     assignment = buckets_of_ddp(tensors, limits, [False] * len(tensors), indices)
     buckets = []
     for members in assignment if rebuilt else reversed(assignment):
-        names, gradients = zip(*(order[i] for i in members), strict=True)
-        buckets.append(Bucket(names, sum(map(_num_bytes, gradients)), gradients[0].dtype))
+        names, together = zip(*(order[i] for i in members), strict=True)
+        buckets.append(Bucket(names, sum(parameter.nbytes for parameter in together), together[0].dtype))
     return tuple(buckets)

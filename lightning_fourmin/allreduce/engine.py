@@ -73,7 +73,7 @@ class Engine:
         if device.type == "cuda":
             self._pipeline = StreamPipeline(self._routes.stages, self._visit, device)
         else:
-            self._pipeline = ThreadPipeline(self._routes.stages, self._visit, self.spans, self._close_arena)
+            self._pipeline = ThreadPipeline(self._routes.stages, self._visit, self.spans, self._arena)
         if missing_ranks is not None:
             missing_ranks.watch(self)
 
@@ -194,7 +194,7 @@ class Engine:
         piece.queued = self.spans.now()
 
     def _end_phase(self, piece: Piece, stage: str) -> None:
-        """Waits for what the last phase of the piece has started."""
+        """Waits for the transfer that the last phase of the piece has started, on behalf of the stage that did so."""
         if piece.pending is None:
             return
         piece.stage = piece.pending_stage
@@ -246,10 +246,8 @@ class Engine:
             piece.gradients.mul_(bucket.route.after)
         self.spans.add(FINISH, "copy", start)
         bucket.missing -= 1
-        if bucket.missing == 0:
-            self._end(bucket)
-
-    def _end(self, bucket: BucketInFlight) -> None:
+        if bucket.missing:
+            return
         with self._lock:
             # Otherwise `fail` has completed it, and a future can be set only once.
             is_waited_for = bucket in self._in_flight
@@ -260,10 +258,6 @@ class Engine:
             self.spans.tell(InFlight("buckets", f"bucket {bucket.index}", *stamps, number=bucket.number))
         if is_waited_for:
             bucket.complete()
-
-    def _close_arena(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
 
     def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
         wait = self._wait_of(since_s, piece)

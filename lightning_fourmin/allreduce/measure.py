@@ -330,8 +330,8 @@ class Trace:
             log.warning("no trace: %s cannot be written (%s); the training is not affected", path, error.strerror)
 
 
-def rank_file(rank: int) -> str:
-    """The name of a rank's trace."""
+def rank_file(rank: int | str) -> str:
+    """The name of a rank's trace; "*" gives the pattern of all names."""
     return f"fourmin_trace.rank{rank}.json"
 
 
@@ -340,7 +340,7 @@ def merge_traces(folder: Path) -> Path | None:
 
     Ranks whose file is missing are listed in its metadata as `ranks_without_spans`.
     """
-    files = sorted(folder.glob(rank_file(0).replace("0", "*")), key=lambda file: file.stat().st_mtime)
+    files = sorted(folder.glob(rank_file("*")), key=lambda file: file.stat().st_mtime)
     traces: dict[int, dict[str, Any]] = {}
     for file in reversed(files):  # the newest file says which run is meant
         with suppress(OSError, ValueError, KeyError):

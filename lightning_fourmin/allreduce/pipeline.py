@@ -30,7 +30,7 @@ from torch.futures import Future
 from lightning_fourmin.allreduce.collectives import Transfer
 from lightning_fourmin.allreduce.measure import Spans, Stamp
 from lightning_fourmin.allreduce.routes import Route
-from lightning_fourmin.allreduce.shared_memory import Slot
+from lightning_fourmin.allreduce.shared_memory import SharedArena, Slot
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.text import rank_list
 
@@ -104,9 +104,9 @@ Visit = Callable[[Piece, str, bool], None]
 class ThreadPipeline:
     """Stages on CPU: the first in the thread that calls `start`, the others in a daemon thread each."""
 
-    def __init__(self, stages: Sequence[str], visit: Visit, spans: Spans, at_end: Callable[[], None]) -> None:
-        """`at_end` is called by the thread of the last stage when it ends: no stage uses shared memory then."""
-        self._visit, self._spans, self._at_end = visit, spans, at_end
+    def __init__(self, stages: Sequence[str], visit: Visit, spans: Spans, arena: SharedArena | None) -> None:
+        """The thread of the last stage closes the `arena` when it ends, because no stage uses it any more."""
+        self._visit, self._spans, self._arena = visit, spans, arena
         self._first, *rest = (*stages, FINISH)
         self._queues: list[Queue] = [SimpleQueue() for _ in rest]
         self._threads = [
@@ -141,8 +141,8 @@ class ThreadPipeline:
                     following.put(piece)
         if following is not None:
             following.put(None)
-        else:
-            self._at_end()
+        elif self._arena is not None:
+            self._arena.close()
 
 
 class StreamPipeline:

@@ -1,4 +1,4 @@
-"""From a plan to what this rank does: its process groups, its shared memory, and its phases for each algorithm."""
+"""What a plan means for this rank: its process groups, its shared memory, and its phases for each algorithm."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ class Route:
     @classmethod
     def build(cls, algorithm: Algorithm, transport: Transport, factors: Scales) -> "Route":
         """The route of this rank; it makes groups, so all ranks build the same routes in the same order."""
-        phases = algorithm.phases(transport, factors).by_stage
+        halves = algorithm.phases(transport, factors)
+        phases = {**halves.until_owner, **halves.from_owner}
         # A rank that is alone in its group has no sum there that could be scaled.
         is_alone = algorithm.meets_in_groups and "reduce" not in phases
         before = factors.before * factors.reduce if is_alone else factors.before
@@ -73,15 +74,12 @@ class Routes:
 
     def _of_dtype(self, wire_dtype: torch.dtype) -> dict[str, Route]:
         if wire_dtype not in self._routes:
-            self._routes[wire_dtype] = {
-                algorithm.name: Route.build(algorithm, self._transport, self._scales(algorithm, wire_dtype))
-                for algorithm in self._algorithms
-            }
+            self._routes[wire_dtype] = {}
+            for algorithm in self._algorithms:
+                local_sums = algorithm.has_local_sums and self._device.type == "cpu"
+                factors = scales(self._plan.topology, wire_dtype, self._plan.predivide, local_sums)
+                self._routes[wire_dtype][algorithm.name] = Route.build(algorithm, self._transport, factors)
         return self._routes[wire_dtype]
-
-    def _scales(self, algorithm: Algorithm, wire_dtype: torch.dtype) -> Scales:
-        local_sums = algorithm.has_local_sums and self._device.type == "cpu"
-        return scales(self._plan.topology, wire_dtype, self._plan.predivide, local_sums)
 
     def _open_arena(self, groups: ProcessGroups, shared_bytes: int) -> SharedArena | None:
         """Shared memory for the ranks of this rank's group, if they are on one node and the plan uses groups."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from lightning_fourmin.allreduce.algorithms import ALGORITHMS, Hierarchical, Ring, algorithm_of, usable_algorithms
 from lightning_fourmin.allreduce.buckets import MIB
@@ -289,24 +290,17 @@ def read_table(path: Path, topology: Topology, backend: str, any_groups: bool = 
         raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
     head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
     try:
-        chunk_bytes = int(head.get("chunk_bytes", CHUNK_BYTES))
-        if chunk_bytes < 1:
+        # A table that an older version wrote may lack any of these.
+        found: dict[str, Any] = {name: head[name] for name in ("algorithm", "made", "fit") if name in head}
+        for name, number in (("group_size", int), ("chunk_bytes", int), ("fusion_mb", float)):
+            if name in head:
+                found[name] = number(head[name])
+        if found.get("chunk_bytes", CHUNK_BYTES) < 1:
             raise ValueError("chunk_bytes must be at least 1")
-        if head.get("algorithm", Ring.name) not in ALGORITHMS or not float(head.get("fusion_mb", 1.0)) > 0:
+        if found.get("algorithm", Ring.name) not in ALGORITHMS or not found.get("fusion_mb", 1.0) > 0:
             raise ValueError("its algorithm is unknown or its fusion_mb not above 0")
         rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
-        table = AllReduceTable(
-            head["topology_key"],
-            head["backend"],
-            head["source"],
-            _checked(rows),
-            group_size=int(head["group_size"]) if "group_size" in head else None,
-            chunk_bytes=chunk_bytes,
-            fusion_mb=float(head["fusion_mb"]) if "fusion_mb" in head else None,
-            algorithm=head.get("algorithm"),
-            made=head.get("made", ""),
-            fit=head.get("fit", ""),
-        )
+        table = AllReduceTable(head["topology_key"], head["backend"], head["source"], _checked(rows), **found)
     except (AttributeError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise ValueError(
             f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"
