@@ -122,7 +122,7 @@ class FourMinStrategy(DDPStrategy):
         self._groups: ProcessGroups | None = None
         self._engine: Engine | None = None
         self._spans = Spans(torch.device("cpu"))
-        """Nobody listens to these spans, so nothing is recorded; a fit has its own."""
+        """The stream of spans; outside of a fit nobody listens to it, so nothing is recorded."""
         self._trace: Trace | None = None
         self._trace_folder = ""
         self._late_buffers: LateBufferSync | None = None

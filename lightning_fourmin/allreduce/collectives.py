@@ -61,7 +61,7 @@ class Payload(Protocol):
     slot: Slot | None
     """The piece's stretch of the node's shared memory."""
     live: Tensor
-    """The stretch that this rank holds sums of, in the wire's dtype."""
+    """The stretch that this rank works on, in the wire's dtype: its gradients at first, later the sums it holds."""
     splits: list[list[Tensor]]
     """The parts that `live` was cut from at each reduce-scatter, outermost first."""
 
@@ -90,7 +90,7 @@ class Collectives(ABC):
 
     def enter_leader(self, payload: Payload, members: Members) -> None:
         """Brings a fresh payload to where `reduce` would have left it, without sending anything."""
-        return  # as messages and the backend do: the sum stays where the payload is
+        return  # with messages and with the backend the sum stays where the payload is
 
     def enter_part(self, payload: Payload, members: Members) -> None:
         """Brings a fresh payload to where `reduce_scatter` would have left it, without sending anything."""
@@ -141,9 +141,9 @@ class MessageCollectives(Collectives):
     has_halves = True
 
     def __init__(self, scratch: Scratch, whole_bytes: int = 0) -> None:
-        """Up to `whole_bytes` a reduce-scatter sends the whole to all: more bytes, but no all-gather after it.
+        """Reduce-scatter sends payloads of up to `whole_bytes` whole to all: more bytes, but no all-gather after it.
 
-        The sum then has no single owner, so a payload cannot enter the second half by itself: a transport whose halves
+        Its sum then has no single owner, so a payload cannot enter the second half by itself: a transport whose halves
         run apart has `whole_bytes=0`.
         """
         self._scratch, self._whole_bytes = scratch, whole_bytes

@@ -99,9 +99,8 @@ def measure_table(
     for the best chunks, if the budget allows. A collective call.
     """
     sizes = sizes_up_to(largest_bytes)
-    return _Measurement(topology, groups, device, sizes, budget_s, wire_dtype or torch.float32, progress).measure(
-        search
-    )
+    measurement = _Measurement(topology, groups, device, sizes, budget_s, wire_dtype or torch.float32, progress)
+    return measurement.measure(search)
 
 
 @dataclass(frozen=True)

@@ -207,11 +207,10 @@ class CommPlan:
             return "DDP cuts the buckets by itself"
         num_left_out = 0 if most_rows is None else max(0, len(self.rows) - most_rows)
         num_first = (len(self.rows) - num_left_out) // 2
-        head = ("", "what", "tensors", "on the wire", "form", "all-reduce", "expected", "exactness")
-        lines = [head]
-        for index, row in enumerate(self.rows):
-            if num_first <= index < num_first + num_left_out:
-                continue
+        shown = list(enumerate(self.rows))
+        del shown[num_first : num_first + num_left_out]
+        lines = [("", "what", "tensors", "on the wire", "form", "all-reduce", "expected", "exactness")]
+        for index, row in shown:
             pieces = f" in {len(row.sending.numels)} pieces" if len(row.sending.numels) > 1 else ""
             lines.append(
                 (

@@ -29,7 +29,7 @@ _NUMBER = struct.Struct("=q")
 
 @dataclass(frozen=True)
 class Signal:
-    """What a member sends when it is ready with a piece."""
+    """A member's message that it is ready with a piece, to be waited for."""
 
     pipes: "ReadyPipes"
     place: int
@@ -160,7 +160,7 @@ class SharedArena:
         path, token = "", os.urandom(TOKEN_BYTES)
         areas: list[Tensor] = []
         try:
-            with suppress(OSError):  # without a path no member can map the area, and all do without
+            with suppress(OSError):  # the path then stays empty, so no member can map the area and all use messages
                 inward.make()
                 outward.make()
                 if descriptor is not None:
