@@ -350,9 +350,18 @@ class FourMinStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._engine is not None:
             self._engine.raise_error()  # in manual optimization a user may call loss.backward(), not `backward`
-        # The closure is forward and backward: the optimizer's own work begins after it.
-        with self._spans.after("optimizer", closure) as timed:
-            return super().optimizer_step(optimizer, timed, *args, **kwargs)
+        start = self._spans.now()
+
+        def timed() -> Any:
+            # The closure is forward and backward, so the optimizer's own work begins after it.
+            nonlocal start
+            loss = closure()
+            start = self._spans.now()
+            return loss
+
+        result = super().optimizer_step(optimizer, timed, *args, **kwargs)
+        self._spans.add("main", "optimizer", start)
+        return result
 
     # Now and then, by all ranks together.
 

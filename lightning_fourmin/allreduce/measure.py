@@ -19,7 +19,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,20 +99,20 @@ class Wait(Span):
 Listener = Callable[[Span], object]
 
 
+@dataclass
 class Spans:
     """The stream of spans of one rank: whoever listens is called with each span, in the thread that adds it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._listeners: list[Listener] = []
+    device: torch.device
+    listeners: list[Listener] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self._listeners)
+        return bool(self.listeners)
 
     def listen(self, listener: Listener) -> None:
         """From now on the listener gets every span. Called between steps."""
         # A new list, because threads of the engine may be going through the old one.
-        self._listeners = [*self._listeners, listener]
+        self.listeners = [*self.listeners, listener]
 
     def now(self) -> Stamp:
         """A moment of the host: it is cheap, and the trace needs no other."""
@@ -120,20 +120,20 @@ class Spans:
 
     def device_now(self) -> Stamp:
         """A moment that on CUDA is also marked on the device, which runs behind the host."""
-        if self._device.type == "cpu" or not self._listeners:
+        if self.device.type == "cpu" or not self.listeners:
             return self.now()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return Stamp(now_ns(), event)
 
     def add(self, lane: str, name: str, start: Stamp, details: dict[str, object] | None = None) -> None:
         """Adds a span that lasted from `start` until now."""
-        if self._listeners:
+        if self.listeners:
             self.tell(Span(lane, name, start, self.now(), details))
 
     def tell(self, span: Span) -> None:
         """Gives a span to everyone who listens."""
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(span)
 
     @contextmanager
@@ -152,22 +152,8 @@ class Spans:
         try:
             yield
         finally:
-            if self._listeners:
+            if self.listeners:
                 self.tell(Wait("main", "wait for other ranks", start, self.device_now()))
-
-    @contextmanager
-    def after(self, name: str, work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """A span of the main thread that begins when `work` has returned; yields the function to call as `work`."""
-        start = self.now()
-
-        def timed() -> Any:
-            nonlocal start
-            result = work()
-            start = self.now()
-            return result
-
-        yield timed
-        self.add("main", name, start)
 
 
 # The meter: what communication costs a step.
