@@ -5,7 +5,7 @@ The methods stand in the order in which Lightning calls them:
     the Trainer is made        __init__, precision_plugin, checkpoint_io, _configure_launcher      (one process)
     the run begins             setup_environment, which calls setup_distributed                    (each rank)
     a checkpoint is read       load_checkpoint, load_model_state_dict
-    the module is wrapped      _setup_model, _register_ddp_hooks: where there is something to fit
+    the module is wrapped      _setup_model, _register_ddp_hooks                                   (only in a fit)
     every step                 on_train_batch_start, training_step, backward, optimizer_step
     now and then               reduce, save_checkpoint, on_validation_start
     the run ends               on_train_end; on_exception if there was an error; teardown
@@ -13,7 +13,6 @@ The methods stand in the order in which Lightning calls them:
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ from lightning_fourmin.precision.plugin import FourMinPrecision
 log = logging.getLogger(__name__)
 
 UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
-"""What torch says where a step has left parameters out."""
+"""What torch says when a step has not used all parameters."""
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 """The buffers of torch's batch norm layers."""
 
@@ -62,21 +61,22 @@ class FourMinStrategy(DDPStrategy):
     """Data-parallel training with fused gradients and an all-reduce chosen by size and topology.
 
     It is a `DDPStrategy`, and takes the place of one: `Trainer(strategy="fourmin")`. DDP's reducer cuts the gradients
-    into buckets of the strategy's choice and hands them to its communication hook; behind it the engine all-reduces
-    them in threads of its own. The strategy itself is used by the main thread only. It is pickled where ranks are
-    spawned, so that it holds process groups and threads between `setup_environment` and `teardown` only.
+    into buckets of the strategy's choice and hands them to its communication hook; behind the hook the engine
+    all-reduces them in threads of its own. Only the main thread uses the strategy itself. It is pickled where ranks are
+    spawned, so it holds process groups and threads only between `setup_environment` and `teardown`.
 
     Where all buffers are running statistics of batch norm, they are synced before they are read, not before every
-    forward. A module that switches batch norm to evaluation inside of a training step reads those of its own rank
-    there, unless the strategy is given `forward_sync_buffers=True`, as `ddp` has it.
+    forward. A module that switches batch norm to evaluation inside a training step reads those of its own rank there,
+    unless the strategy gets `forward_sync_buffers=True`, which is what `ddp` does.
 
-    What goes wrong is told on all ranks: which rank is gone or has not arrived, why a checkpoint could not be saved.
-    Checkpoints are whole or not there. Under torchrun a restarted run meets in a store of its own.
+    All ranks report what goes wrong: which rank is gone or has not arrived, why a checkpoint could not be saved. A
+    checkpoint is complete or not there at all. Under torchrun the ranks of a restarted run meet in a store of their
+    own.
 
     Args:
         algorithm: "hybrid" (the table chooses for each bucket), "ring", "hierarchical" or "torus".
-        group_size: ranks a group of the hierarchical and torus all-reduce; None: what the table found best, else the
-            ranks of a node.
+        group_size: number of ranks in a group of the hierarchical and torus all-reduce; None: what the tuner found
+            best (it is in the table), else the ranks of a node.
         fusion_mb: fusion threshold in MiB of gradients; None: what `fourmin tune model=...` found best and wrote into
             the table, else 2 to 32 MiB by the cost model.
         switch_mb: hybrid switch size in MiB on the wire: hierarchical at or below it, ring above; None: the table.
@@ -89,7 +89,7 @@ class FourMinStrategy(DDPStrategy):
             (on CUDA that is left to the watchdog of NCCL).
         trace: record spans; every rank writes its last ones (at most 50,000) as `fourmin_trace.rankN.json` below the
             Trainer's `default_root_dir`, for Perfetto or chrome://tracing, and `fourmin report` merges them into one
-            file. On CUDA spans tell when the host launched something, not how long the device took.
+            file. On CUDA a span says when the host launched something, not how long the device took.
         **kwargs: everything that `DDPStrategy` and `DistributedDataParallel` take.
     """
 
@@ -121,7 +121,8 @@ class FourMinStrategy(DDPStrategy):
         self._missing_ranks: MissingRanks | None = None
         self._groups: ProcessGroups | None = None
         self._engine: Engine | None = None
-        self._spans: Spans | None = None
+        self._spans = Spans(torch.device("cpu"))
+        """The stream of spans; outside of a fit nobody listens to it, so nothing is recorded."""
         self._trace: Trace | None = None
         self._trace_folder = ""
         self._late_buffers: LateBufferSync | None = None
@@ -136,7 +137,10 @@ class FourMinStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Puts ours in the place of Lightning's plugin for "16-true" and "bf16-true", which has no FP32 masters."""
+        """Puts `FourMinPrecision` in the place of Lightning's plugin for "16-true" and "bf16-true".
+
+        Lightning's has no FP32 masters.
+        """
         if type(precision_plugin) is HalfPrecision:
             precision_plugin = FourMinPrecision("fp16" if precision_plugin.precision == "16-true" else "bf16")
         self._precision_plugin = precision_plugin
@@ -158,11 +162,11 @@ class FourMinStrategy(DDPStrategy):
             assert self.cluster_environment is not None
             self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    # What callbacks and reports ask for, when the ranks have met.
+    # What callbacks and reports ask for when the ranks have met.
 
     @property
     def topology(self) -> Topology:
-        """Which rank is on which node, known when the ranks have met. A tuned table may use other groups."""
+        """Which rank is on which node; known when the ranks have met. A tuned table may use other groups."""
         assert self._topology is not None
         return self._topology
 
@@ -173,7 +177,7 @@ class FourMinStrategy(DDPStrategy):
 
     @property
     def table(self) -> AllReduceTable | None:
-        """What the current fit chooses algorithms by; None where a user's hook runs."""
+        """The table by which the current fit chooses algorithms; None where a user's hook runs."""
         return None if self.plan is None else self.plan.table
 
     def measure_communication(self) -> Meter | None:
@@ -196,7 +200,7 @@ class FourMinStrategy(DDPStrategy):
                 "use Trainer(accelerator='cpu', strategy='fourmin') or strategy='auto'"
             )
         super().setup_environment()
-        # Made before anything else, so that whatever fails from here on is explained on all ranks.
+        # Before anything else, so that all ranks explain whatever fails from here on.
         if dist.get_world_size() > 1:
             self._missing_ranks = MissingRanks(self._options.stall_warning_s)
         if dist.get_world_size() != self.world_size:
@@ -225,7 +229,7 @@ class FourMinStrategy(DDPStrategy):
                 self._timeout or default_pg_timeout,
                 device_id=None if self.root_device.type == "cpu" else self.root_device,
             )
-        # Makes the group, unless there is one.
+        # This makes the default group, unless there is one.
         super().setup_distributed()
 
     # A checkpoint is read: before the module is set up.
@@ -259,7 +263,7 @@ class FourMinStrategy(DDPStrategy):
             refuse_complex_gradients(model, self.plan.wire_dtype)
             if self.plan.fusion is not None:
                 kwargs["bucket_cap_mb_list"] = list(self.plan.fusion.caps_mb)
-        # The arguments of DDP are made for this module; another fit of the strategy begins with the user's again.
+        # These arguments of DDP are for this module; the next fit of the strategy begins with the user's again.
         self._ddp_kwargs = kwargs
         try:
             return super()._setup_model(model)
@@ -267,7 +271,7 @@ class FourMinStrategy(DDPStrategy):
             self._ddp_kwargs = user_kwargs
 
     def _decide_plan(self, model: nn.Module) -> CommPlan:
-        """The plan of a fit; a collective call, since rank 0 reads the table or all ranks measure one."""
+        """The plan of a fit; a collective call, because rank 0 reads the table for all, or all measure one."""
         options, precision = self._options, self.precision_plugin
         compute_dtype = precision.dtype if isinstance(precision, FourMinPrecision) else None
         wire_dtype = options.wire(compute_dtype)
@@ -281,15 +285,16 @@ class FourMinStrategy(DDPStrategy):
             wire_dtype,
             any_groups=options.group_size is None,
         )
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+        parameters = []
+        if not self._ddp_cuts:
+            ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+            parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
-        parameters = [] if self._ddp_cuts else parameters
         return CommPlan.decide(options, self.topology, dist.get_backend(), table, parameters, compute_dtype, rebuilt)
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # DDPStrategy registers hooks on CUDA only, and drops a user's hook on CPU without a word.
+        # DDPStrategy registers hooks on CUDA only, and drops a user's hook on CPU without a warning.
         assert isinstance(self.model, DistributedDataParallel)
         if self._ddp_comm_hook is not None:
             rank_zero_info("fourmin: your ddp_comm_hook is used; fusion and hybrid all-reduce stay out of its way")
@@ -304,7 +309,7 @@ class FourMinStrategy(DDPStrategy):
         if self._options.trace:
             self._trace = Trace(self.global_rank, self.world_size)
             self._trace.align(self.root_device)
-            # That of rank 0: a launcher's ranks may each have a folder of their own, with the time in its name.
+            # The folder of rank 0: a launcher's ranks may each have their own, with the time in its name.
             self._trace_folder = self.broadcast(self.lightning_module.trainer.default_root_dir)
             self._trace.write_at_exit(self._trace_folder)
             self._spans.listen(self._trace)
@@ -320,7 +325,7 @@ class FourMinStrategy(DDPStrategy):
         rank_zero_info(f"fourmin: {self.plan.summary()}")
         log.debug("%s\n%s", self.plan.table, self.plan.explain())
 
-    # Every step. An error of the engine is raised from here: DDP would garble one that it got from its hook.
+    # Every step. Errors of the engine are raised here: DDP would garble one that it got from its hook.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -330,12 +335,12 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._span("training_step"):
+        with self._spans.during("training_step"):
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._span("backward"):
+        with self._spans.during("backward"):
             loss = super().backward(*args, **kwargs)
         if self._engine is not None:
             self._engine.raise_error()
@@ -344,15 +349,19 @@ class FourMinStrategy(DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._engine is not None:
-            self._engine.raise_error()  # manual optimization may go around `backward`: by loss.backward()
-        if not self._spans:
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        # The closure is forward and backward: the optimizer's own work begins after it.
-        with self._spans.after("optimizer", closure) as timed:
-            return super().optimizer_step(optimizer, timed, *args, **kwargs)
+            self._engine.raise_error()  # in manual optimization a user may call loss.backward(), not `backward`
+        start = self._spans.now()
 
-    def _span(self, name: str) -> AbstractContextManager[None]:
-        return self._spans.during(name) if self._spans else nullcontext()
+        def timed() -> Any:
+            # The closure is forward and backward, so the optimizer's own work begins after it.
+            nonlocal start
+            loss = closure()
+            start = self._spans.now()
+            return loss
+
+        result = super().optimizer_step(optimizer, timed, *args, **kwargs)
+        self._spans.add("main", "optimizer", start)
+        return result
 
     # Now and then, by all ranks together.
 
@@ -360,14 +369,14 @@ class FourMinStrategy(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Reduces as DDPStrategy does, but without the barrier before it: an all-reduce waits for all ranks by itself.
 
-        The mean of integers is not rounded: Lightning weights what is logged with the mean number of samples a rank.
+        The mean of integers is not rounded, since Lightning weights what is logged with the mean of batch sizes.
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         name = reduce_op.lower() if isinstance(reduce_op, str) else ""
         mean = name in ("mean", "avg")
         op: Any = ReduceOp.SUM if mean else getattr(ReduceOp, name.upper()) if name else reduce_op
-        with self._spans.waiting() if self._spans else nullcontext():
+        with self._spans.waiting():
             dist.all_reduce(tensor, op=op, group=group)
         if not mean:
             return tensor
@@ -385,7 +394,7 @@ class FourMinStrategy(DDPStrategy):
         super().on_validation_start()
         self._sync_late_buffers()
 
-    # The run ends: well, or with an error; `teardown` comes last in any case, but a process may end without it.
+    # The run ends, well or with an error. `teardown` comes last in both cases, but a process may end without it.
 
     @override
     def on_train_end(self) -> None:
@@ -398,7 +407,7 @@ class FourMinStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # Lightning's explanation of torch's error names its own strategies, so ours takes the place of the error first.
+        # Lightning explains torch's error with the names of its own strategies, unless the text is another one already.
         if any(isinstance(arg, str) and UNUSED_PARAMETERS in arg for arg in exception.args):
             exception.args = (
                 "It looks like your LightningModule has parameters that were not used in producing the loss returned "
@@ -418,7 +427,8 @@ class FourMinStrategy(DDPStrategy):
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.write(self._trace_folder)
-        self._spans = self._groups = self._late_buffers = None
+        self._spans = Spans(torch.device("cpu"))
+        self._groups = self._late_buffers = None
         if self._missing_ranks is not None:
             self._missing_ranks.close()
             self._missing_ranks = None
@@ -446,9 +456,10 @@ class FourMinStrategy(DDPStrategy):
 class LateBufferSync:
     """Broadcasts the running statistics of batch norm from rank 0 when they are about to be read.
 
-    A training forward of batch norm does not read its running statistics, and rank 0 is the source of every broadcast
-    of DDP. So syncing them before evaluation and at the end gives every rank what rank 0 has, once and not in every
-    step. Layers that evaluate in a training step read theirs there; then they are synced before it, as DDP does.
+    A training forward of batch norm does not read its running statistics, and DDP always broadcasts those of rank 0. So
+    syncing them before evaluation and at the end gives every rank what DDP would give it, once instead of every step.
+    A layer that is in evaluation mode in a training step reads its statistics there; then all are synced before each
+    step, as DDP does it. The main thread of every rank calls it, outside of forward and backward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -457,9 +468,9 @@ class LateBufferSync:
         self._training = [layer.training for layer in self._layers]
 
     def before_training_step(self) -> None:
-        """Syncs when layers have been switched between training and evaluation, and as long as one of them evaluates.
+        """Syncs if layers have been switched between training and evaluation, and as long as one of them evaluates.
 
-        That one reads its statistics, which may change: those of a teacher follow the student's.
+        Statistics that are read may still change: those of a teacher network follow the student's.
         """
         training = [layer.training for layer in self._layers]
         if training != self._training or not all(training):
@@ -488,5 +499,5 @@ def only_batch_norm_statistics(module: nn.Module) -> bool:
 
 
 def _is_batch_norm(layer: nn.Module) -> bool:
-    # What a forward of another's making reads in training is not known.
+    # A user's own forward may read the statistics in training as well.
     return isinstance(layer, BatchNormBase) and type(layer).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)

@@ -1,9 +1,9 @@
 """The all-reduce algorithms, a class each: who meets whom, in which phases, and what that costs.
 
-p ranks in q groups of k, n bytes. A phase belongs to a stage of the engine, and the stages come in two halves: `reduce`
-and `scatter` run until the owner of each part of the gradients holds its sum, `gather` and `broadcast` bring the sums
-from their owners to all. The halves may start at different times and in different dtypes; a ring, which the backend
-runs as one operation, has no halves.
+In formulas p ranks are in q groups of k and send n bytes. A phase belongs to a stage of the engine, and the stages come
+in two halves: `reduce` and `scatter` run until the owner of each part of the gradients holds its sum, `gather` and
+`broadcast` bring the sums from their owners to all. The halves may start at different times and in different dtypes; a
+ring, which the backend runs as one operation, has no halves.
 
 To add an algorithm, write its class, with its picture, and name the class in `ALGORITHMS`. The strategy's options, the
 table, the tuner, the simulator, the pages and the pictures of the docs take it from there.
@@ -31,7 +31,7 @@ Phase = Callable[[Payload], Transfer]
 
 @dataclass(frozen=True)
 class Transport:
-    """What a rank builds the phases of an algorithm from: its groups, and how it meets others in and between them."""
+    """What a rank builds the phases of an algorithm from: process groups, and collectives in and between groups."""
 
     topology: Topology
     groups: ProcessGroups
@@ -46,32 +46,25 @@ class Phases:
     """The phases of an algorithm on this rank by stage, in order; stages in which it meets nobody are left out."""
 
     until_owner: Mapping[str, Phase] = field(default_factory=dict)
-    """Leave each part's sum with the rank that owns the part, as the payload's `live`."""
+    """Phases after which each part's sum is with the rank that owns the part, as the payload's `live`."""
     from_owner: Mapping[str, Phase] = field(default_factory=dict)
-    """Bring the payload's `live` of each owner to all ranks."""
+    """Phases that bring the payload's `live` of each owner to all ranks."""
     enter_owner: Callable[[Payload], None] = lambda payload: None
     """Narrows a fresh payload to the part that this rank owns, so that the second half can run without the first."""
 
-    @property
-    def by_stage(self) -> dict[str, Phase]:
-        """Both halves, one after the other."""
-        return {**self.until_owner, **self.from_owner}
-
 
 class Algorithm(ABC):
-    """One way to sum the gradients of all ranks. Its objects have no state; all of them are in `ALGORITHMS`."""
+    """One way to sum the gradients of all ranks. Its objects have no state; `ALGORITHMS` and `PREDICTED` hold them."""
 
     name: ClassVar[str]
-    is_run: ClassVar[bool] = True
-    """Whether the engine carries it out; other algorithms are only predicted, for comparison."""
     in_pieces: ClassVar[bool] = True
     """Whether large buckets are cut into pieces, so that the phases of one bucket overlap."""
     meets_in_groups: ClassVar[bool] = True
     """Whether ranks of a group meet by themselves, in shared memory where they can."""
     has_local_sums: ClassVar[bool] = True
-    """Whether sums on CPU are our own, in FP32; else they are the backend's, in the wire's dtype."""
+    """Whether this package adds up on CPU, in FP32; otherwise the backend does, in the wire's dtype."""
     needs: ClassVar[str] = ""
-    """What a topology must have for this algorithm, and what to change, for an error text."""
+    """For an error text: what a topology must have for this algorithm, and what the user can change."""
 
     def usable(self, topology: Topology) -> bool:
         """Whether the ranks of this topology can run it."""
@@ -85,9 +78,9 @@ class Algorithm(ABC):
     def num_steps(self, topology: Topology) -> int:
         """Messages one after the other when every collective is a ring, as the paper counts them."""
 
-    @abstractmethod
     def peers(self, stage: str, topology: Topology, rank: int) -> tuple[int, ...]:
-        """The ranks that `rank` meets in a stage, itself included."""
+        """The ranks that `rank` meets in a stage, itself included: all ranks where there are no groups."""
+        return tuple(range(topology.world_size))
 
     @abstractmethod
     def costs(self, num_bytes: int, topology: Topology, links: Links) -> tuple[PhaseCost, ...]:
@@ -102,29 +95,41 @@ class Algorithm(ABC):
         raise TypeError(f"{self.name} is predicted only")
 
 
-class Ring(Algorithm):
-    """The backend's own all-reduce over all ranks, in 2(p-1) steps.
+class _Flat(Algorithm):
+    """An algorithm over all ranks, which knows no groups (Thakur et al.)."""
 
-    0 -> 1 -> 2 -> 3 -> 0
-    """
-
-    name = "ring"
     in_pieces = False
     meets_in_groups = False
     has_local_sums = False
 
     @override
     def num_steps(self, topology: Topology) -> int:
-        return 2 * (topology.world_size - 1)
-
-    @override
-    def peers(self, stage: str, topology: Topology, rank: int) -> tuple[int, ...]:
-        return tuple(range(topology.world_size))
+        return round(self._counts(topology.world_size)[0])
 
     @override
     def costs(self, num_bytes: int, topology: Topology, links: Links) -> tuple[PhaseCost, ...]:
-        p = topology.world_size
-        return _flat_cost(num_bytes, topology, links, 2 * (p - 1), 2 * (p - 1) / p, (p - 1) / p)
+        num_steps, num_copies, num_sums = self._counts(topology.world_size)
+        wire, num_nics = (links.between, links.num_nics) if topology.num_nodes > 1 else (links.inside_backend, 1)
+        transfer_s = num_copies * num_bytes * wire.s_per_byte / num_nics
+        sums_s = num_sums * num_bytes * links.reduce_s_per_byte
+        return (PhaseCost("scatter", num_steps * wire.latency_s, transfer_s, sums_s),)
+
+    @abstractmethod
+    def _counts(self, p: int) -> tuple[float, float, float]:
+        """The number of steps, how often each byte is sent, and how often it is summed, on p ranks."""
+
+
+class Ring(_Flat):
+    """The backend's own all-reduce over all ranks, in 2(p-1) steps.
+
+    0 -> 1 -> 2 -> 3 -> 0
+    """
+
+    name = "ring"
+
+    @override
+    def _counts(self, p: int) -> tuple[float, float, float]:
+        return 2 * (p - 1), 2 * (p - 1) / p, (p - 1) / p
 
     @override
     def phases(self, transport: Transport, scales: Scales) -> Phases:
@@ -207,30 +212,7 @@ class Torus(Algorithm):
         return _grouped_phases(transport, across, scales, inside.reduce_scatter, inside.all_gather, inside.enter_part)
 
 
-class _Predicted(Algorithm):
-    """An algorithm over all ranks that only the simulator knows."""
-
-    is_run = False
-    in_pieces = False
-
-    @override
-    def num_steps(self, topology: Topology) -> int:
-        return round(self._counts(topology.world_size)[0])
-
-    @override
-    def peers(self, stage: str, topology: Topology, rank: int) -> tuple[int, ...]:
-        return tuple(range(topology.world_size))
-
-    @override
-    def costs(self, num_bytes: int, topology: Topology, links: Links) -> tuple[PhaseCost, ...]:
-        return _flat_cost(num_bytes, topology, links, *self._counts(topology.world_size))
-
-    @abstractmethod
-    def _counts(self, p: int) -> tuple[float, float, float]:
-        """Steps, and how often each byte is sent and summed."""
-
-
-class HalvingDoubling(_Predicted):
+class HalvingDoubling(_Flat):
     """Recursive halving, then doubling (Thakur et al.): 2 log2(p) steps.
 
     Ranks beyond a power of two hand their gradients to another rank first and get the sums last.
@@ -246,7 +228,7 @@ class HalvingDoubling(_Predicted):
         return 2 * doublings + 2 * extra, 2 * (size - 1) / size + 2 * extra, (size - 1) / size + extra
 
 
-class ParameterServer(_Predicted):
+class ParameterServer(_Flat):
     """One server: all gradients go to it, and all sums come from it."""
 
     name = "parameter_server"
@@ -256,11 +238,10 @@ class ParameterServer(_Predicted):
         return 2, 2 * (p - 1), p - 1
 
 
-_EVERY = (Ring(), Hierarchical(), Torus(), HalvingDoubling(), ParameterServer())
-ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in _EVERY if algorithm.is_run}
-"""What the engine runs, by name, the simplest first: a tie goes to the first."""
-PREDICTED: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in _EVERY if not algorithm.is_run}
-"""What the simulator compares those with."""
+ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (Ring(), Hierarchical(), Torus())}
+"""The algorithms that the engine runs, by name, the simplest first: a tie goes to the first."""
+PREDICTED: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (HalvingDoubling(), ParameterServer())}
+"""Algorithms that are not implemented; the simulator predicts them for comparison."""
 
 
 def algorithm_of(name: str) -> Algorithm:
@@ -288,9 +269,9 @@ def _grouped_phases(
     groups, between = transport.groups, transport.between
     until_owner: dict[str, Phase] = {}
     from_owner: dict[str, Phase] = {}
-    scatter, gather = groups.members("scatter", across), None
-    if between.has_halves:
-        gather = groups.members("gather", across)
+    # All ranks make the groups in this order.
+    scatter = groups.members("scatter", across)
+    gather = groups.members("gather", across) if between.has_halves else None
     inward, outward = (groups.members(stage, transport.topology.groups) for stage in ("reduce", "broadcast"))
     if inward is not None:
         until_owner["reduce"] = lambda payload: collect(payload, inward, scales.reduce)
@@ -312,21 +293,13 @@ def _grouped_phases(
     return Phases(until_owner, from_owner, enter_owner)
 
 
-def _flat_cost(
-    num_bytes: int, topology: Topology, links: Links, num_steps: float, num_copies: float, num_sums: float
-) -> tuple[PhaseCost, ...]:
-    """An all-reduce that knows no groups (Thakur et al.): every byte is sent and summed so often."""
-    wire, num_nics = (links.between, links.num_nics) if topology.num_nodes > 1 else (links.inside_backend, 1)
-    transfer_s = num_copies * num_bytes * wire.s_per_byte / num_nics
-    return (
-        PhaseCost("scatter", num_steps * wire.latency_s, transfer_s, num_sums * num_bytes * links.reduce_s_per_byte),
-    )
-
-
 def _grouped_cost(
     num_bytes: int, topology: Topology, links: Links, num_rounds: int, senders_a_node: float, share: float
 ) -> tuple[PhaseCost, ...]:
-    """An all-reduce in groups (Jia et al. 4.3): `share` of the bytes cross by each of a node's senders."""
+    """The cost of an all-reduce in groups (Jia et al. 4.3).
+
+    A node has `senders_a_node` ranks that send to other groups, and each of them sends `share` of the bytes.
+    """
     n, k, q, g = num_bytes, topology.largest_group, len(topology.groups), links.reduce_s_per_byte
     several_nodes = topology.num_nodes > 1
     wire, num_nics = (links.between, links.num_nics) if several_nodes else (links.inside_backend, 1)

@@ -15,7 +15,7 @@ from lightning_fourmin.text import dtype_name
 
 MIB = 1024 * 1024
 SMALL_SHARE = 1 / 16
-"""Of the threshold: a pool up to this size waits for the large gradient after it, as a bias for its weight."""
+"""A pool up to this share of the threshold waits for the large gradient after it, as a bias does for its weight."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Bucket:
     """Gradients that travel together."""
 
     names: tuple[str, ...]
-    """Of the parameters."""
+    """Names of the parameters, in ready order."""
     num_bytes: int
-    """Of the gradients, in their own dtype."""
+    """Bytes of the gradients in their own dtype."""
     dtype: torch.dtype
 
     @property
@@ -35,7 +35,7 @@ class Bucket:
 
     @property
     def content(self) -> str:
-        """What is in it, for people: `fc.weight` or `conv2.bias .. conv1.weight`."""
+        """What is in the bucket, for people: `fc.weight` or `conv2.bias .. conv1.weight`."""
         first, last = self.names[0], self.names[-1]
         return first if first == last else f"{first} .. {last}"
 
@@ -56,10 +56,11 @@ class FusionPlan:
     ) -> "FusionPlan":
         """Plans for parameters in registration order, expected ready in the reverse order.
 
-        `rebuilt`: DDP cuts anew in ready order after the first backward; with `find_unused_parameters` it keeps the
-        cut it made in registration order. A pooled bucket closes when it passes the threshold; a gradient above the
-        threshold closes the pool and goes alone, or takes it along if that is small. DDP knows one list of caps for all
-        dtypes: the list is made for the dtype with the most bytes, and the plan tells what the others get.
+        `rebuilt` says that DDP cuts anew in ready order after the first backward; with `find_unused_parameters` it
+        keeps the cut that it made in registration order. A pooled bucket closes when it passes the threshold; a
+        gradient above the threshold closes the pool and goes alone, or takes it along if that is small. DDP knows one
+        list of caps for all dtypes: the list is made for the dtype with the most bytes, and the plan tells what the
+        others get.
         """
         threshold_bytes = int(threshold_mb * MIB)
         caps = _cut(_ready_sizes(parameters), threshold_bytes)
@@ -102,57 +103,36 @@ def wire_bytes(module: nn.Module, wire_dtype: torch.dtype | None) -> int:
     return sum(p.numel() * (wire_dtype or p.dtype).itemsize for p in module.parameters() if p.requires_grad)
 
 
-def _num_bytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
-
-
 def _ready_sizes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
     """Bytes of the gradients that caps are made for, in ready order: those of the dtype with the most bytes."""
-    main = _dtype_with_most_bytes(parameters)
-    return [_num_bytes(parameter) for _, parameter in reversed(parameters) if parameter.dtype is main]
-
-
-def _dtype_with_most_bytes(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
-    totals: dict[torch.dtype, int] = {}
+    sizes: dict[torch.dtype, list[int]] = {}
     for _, parameter in parameters:
-        totals[parameter.dtype] = totals.get(parameter.dtype, 0) + _num_bytes(parameter)
-    return max(totals, key=lambda dtype: totals[dtype])
+        sizes.setdefault(parameter.dtype, []).append(parameter.nbytes)
+    return max(sizes.values(), key=sum)[::-1]
 
 
 def _cut(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
     """Bytes of each bucket for gradients of `sizes` in ready order."""
-    buckets: list[int] = []
-    pooled: list[int] = []
+    buckets = [0]
     for size in sizes:
-        if size > threshold_bytes and sum(pooled) > SMALL_SHARE * threshold_bytes:
-            buckets.append(sum(pooled))
-            pooled = []
-        pooled.append(size)
-        if sum(pooled) > threshold_bytes:
-            buckets.append(sum(pooled))
-            pooled = []
-    if pooled:
-        buckets.append(sum(pooled))
+        is_full = buckets[-1] > threshold_bytes
+        if is_full or (size > threshold_bytes and buckets[-1] > SMALL_SHARE * threshold_bytes):
+            buckets.append(0)
+        buckets[-1] += size
     return buckets
 
 
 def _ddp_buckets(
     parameters: Sequence[tuple[str, nn.Parameter]], limits: list[int], rebuilt: bool
 ) -> tuple[Bucket, ...]:
-    """What DDP makes of these limits, asked of torch's own function."""
-    order = list(reversed(parameters)) if rebuilt else list(parameters)
+    """The buckets that DDP makes of these limits, as torch's own function answers."""
+    order = parameters[::-1] if rebuilt else parameters
     tensors: list[torch.Tensor] = [parameter for _, parameter in order]
     # With indices torch keeps the order that a rebuild gives, which is not the ready order where dtypes are mixed.
     indices = list(range(len(tensors))) if rebuilt else []
     assignment = buckets_of_ddp(tensors, limits, [False] * len(tensors), indices)
-    buckets = [
-        Bucket(
-            tuple(order[i][0] for i in members),
-            sum(_num_bytes(order[i][1]) for i in members),
-            order[members[0]][1].dtype,
-        )
-        for members in assignment
-    ]
-    if not rebuilt:
-        buckets.reverse()
+    buckets = []
+    for members in assignment if rebuilt else reversed(assignment):
+        names, together = zip(*(order[i] for i in members), strict=True)
+        buckets.append(Bucket(names, sum(parameter.nbytes for parameter in together), together[0].dtype))
     return tuple(buckets)

@@ -1,9 +1,9 @@
 """The collectives that algorithms are made of; each is started without waiting.
 
-gloo's own reduce-scatter moves twice the bytes it needs, and its FP16 sums round at every hop. So on CPU each
-collective is one exchange: every member gives each other member just what that one needs, and sums are made locally, in
-FP32. They cross between nodes as messages and inside a node through shared memory. On CUDA the backend's own
-collectives run.
+gloo's own reduce-scatter moves twice the bytes that are needed, and its FP16 sums round at every hop. So on CPU each
+collective is one exchange: every member gives each other member just what that one needs, and adds up what it gets
+itself, in FP32. Exchanges cross between nodes as messages and inside a node through shared memory. On CUDA the
+backend's own collectives run.
 
 A collective is started by the thread of one stage and waited for by the thread of the next; the object that is waited
 for is a `Transfer`.
@@ -31,19 +31,20 @@ class Waitable(Protocol):
         ...
 
 
+Awaited = Sequence[tuple[int | None, Waitable]]
+"""What a transfer waits for, each with the rank at its other end; None where that is everyone."""
+
+
 class Transfer:
     """A started collective: `wait` blocks until it is done (on CUDA: makes the stream wait) and does the local sums."""
 
-    def __init__(
-        self, awaited: Sequence[tuple[int | None, Waitable]], then: Callable[[], object] | None = None
-    ) -> None:
-        """`awaited` has each waitable with the rank at its other end, None where that is everyone."""
+    def __init__(self, awaited: Awaited, then: Callable[[], object] | None = None) -> None:
         self._awaited, self._then = awaited, then
         self.missing_rank: int | None = None
         """The rank that `wait` is waiting for right now."""
 
     def wait(self) -> None:
-        """Waits for all messages, then adds up."""
+        """Waits for all messages and signals, then does what this rank has left to do, such as the local sums."""
         for rank, waitable in self._awaited:
             self.missing_rank = rank
             waitable.wait()
@@ -53,14 +54,14 @@ class Transfer:
 
 
 class Payload(Protocol):
-    """What a collective works on: a piece of a bucket, which passes from thread to thread but is in one at a time."""
+    """What a collective works on: a piece of a bucket. The threads of the stages hand it on; one at a time has it."""
 
     tag: int
     """Number of the piece, the same on all ranks: a message can only meet its own."""
     slot: Slot | None
     """The piece's stretch of the node's shared memory."""
     live: Tensor
-    """The stretch that this rank holds sums of, in the wire's dtype."""
+    """The stretch that this rank works on, in the wire's dtype: its gradients at first, later the sums it holds."""
     splits: list[list[Tensor]]
     """The parts that `live` was cut from at each reduce-scatter, outermost first."""
 
@@ -89,11 +90,11 @@ class Collectives(ABC):
 
     def enter_leader(self, payload: Payload, members: Members) -> None:
         """Brings a fresh payload to where `reduce` would have left it, without sending anything."""
-        return  # as messages and the backend do: the sum stays where the payload is
+        return  # with messages and with the backend the sum stays where the payload is
 
-    @abstractmethod
     def enter_part(self, payload: Payload, members: Members) -> None:
         """Brings a fresh payload to where `reduce_scatter` would have left it, without sending anything."""
+        _cut(payload, members)
 
 
 class Scratch:
@@ -140,9 +141,9 @@ class MessageCollectives(Collectives):
     has_halves = True
 
     def __init__(self, scratch: Scratch, whole_bytes: int = 0) -> None:
-        """Up to `whole_bytes` a reduce-scatter sends the whole to all: more bytes, but no all-gather after it.
+        """Reduce-scatter sends payloads of up to `whole_bytes` whole to all: more bytes, but no all-gather after it.
 
-        The sum then has no single owner, so a payload cannot enter the second half by itself: a transport whose halves
+        Its sum then has no single owner, so a payload cannot enter the second half by itself: a transport whose halves
         run apart has `whole_bytes=0`.
         """
         self._scratch, self._whole_bytes = scratch, whole_bytes
@@ -165,9 +166,7 @@ class MessageCollectives(Collectives):
             payload.splits.append([])
             whole = payload.live
             return self._receive_and_add_up(payload, members, scale, [(whole, other) for other in members.others])
-        parts = list(payload.live.tensor_split(len(members.ranks)))
-        payload.splits.append(parts)
-        payload.live = parts[members.index]
+        parts = _cut(payload, members)
         return self._receive_and_add_up(payload, members, scale, [(parts[other], other) for other in members.others])
 
     @override
@@ -184,13 +183,12 @@ class MessageCollectives(Collectives):
     def enter_part(self, payload: Payload, members: Members) -> None:
         if self._whole_bytes:
             raise ValueError("a transport that exchanges whole pieces has no owners: give it whole_bytes=0")
-        parts = list(payload.live.tensor_split(len(members.ranks)))
-        payload.splits.append(parts)
-        payload.live = parts[members.index]
+        super().enter_part(payload, members)
 
     def _receive_and_add_up(
         self, payload: Payload, members: Members, scale: float, sends: list[tuple[Tensor, int]]
     ) -> Transfer:
+        """Receives what the payload's `live` covers from every other member, sends, and adds up when all is there."""
         mine = payload.live
         inbox = {other: self._scratch.take(mine.numel(), mine.dtype) for other in members.others}
         awaited = _receive([(box, other) for other, box in inbox.items()], members, payload.tag)
@@ -207,7 +205,11 @@ class MessageCollectives(Collectives):
 
 
 class SharedCollectives(MessageCollectives):
-    """Through the shared memory of a node; pipes signal that an area is ready. Pieces without a slot go as messages."""
+    """Collectives through shared memory: pipes signal that an area is ready. Pieces without a slot go as messages.
+
+    `inward` pipes carry "my gradients are there", `outward` pipes "the sums are there". They are apart because the
+    threads of different stages read them.
+    """
 
     def __init__(self, scratch: Scratch, arena: SharedArena) -> None:
         super().__init__(scratch)
@@ -282,10 +284,9 @@ class BackendCollectives(Collectives):
 
     @override
     def reduce_scatter(self, payload: Payload, members: Members, scale: float) -> Transfer:
+        # The piece is padded, so that its parts have the same size, as the backend demands.
         whole = payload.live
-        parts = list(whole.chunk(len(members.ranks)))
-        payload.splits.append(parts)
-        mine = payload.live = parts[members.index]
+        mine = _cut(payload, members)[members.index]
         work = dist.reduce_scatter_single(mine, whole, group=members.group, async_op=True)
         return Transfer([(None, work)], None if scale == 1.0 else lambda: mine.mul_(scale))
 
@@ -295,16 +296,18 @@ class BackendCollectives(Collectives):
         work = dist.all_gather_single(payload.live, mine, group=members.group, async_op=True)
         return Transfer([(None, work)])
 
-    @override
-    def enter_part(self, payload: Payload, members: Members) -> None:
-        parts = list(payload.live.chunk(len(members.ranks)))
-        payload.splits.append(parts)
-        payload.live = parts[members.index]
-
 
 def all_reduce(payload: Payload, members: Members) -> Transfer:
     """The backend's own all-reduce, a ring."""
     return Transfer([(None, dist.all_reduce(payload.live, group=members.group, async_op=True))])
+
+
+def _cut(payload: Payload, members: Members) -> list[Tensor]:
+    """Cuts a payload into a part for each member, and narrows it to this rank's part; `all_gather` undoes both."""
+    parts = list(payload.live.tensor_split(len(members.ranks)))
+    payload.splits.append(parts)
+    payload.live = parts[members.index]
+    return parts
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

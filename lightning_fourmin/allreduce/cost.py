@@ -21,18 +21,19 @@ class Links:
     """The links of a cluster whose nodes are alike; the ranks of a node share its link to the others."""
 
     inside: Link
-    """What the groups inside a node use: shared memory on CPU."""
+    """The link that groups inside a node use: shared memory on CPU."""
     inside_backend: Link
-    """What the backend's own ring uses inside a node: sockets on gloo."""
+    """The link that the backend's own ring uses inside a node: sockets on gloo."""
     between: Link
-    """What connects nodes."""
+    """The link between nodes."""
     reduce_s_per_byte: float
     """Time to add one byte of gradients to a sum."""
     num_nics: int = 1
-    """Links that a node has to the others; a ring and ranks that send at the same time spread over them."""
+    """Number of links from a node to the others; a ring, and ranks that send at the same time, spread over them."""
 
 
-# Stated, not measured: shared memory, loopback and 1 Gbit/s Ethernet for gloo, PCIe and 100 Gbit/s RDMA for NCCL.
+# These are assumptions, not measurements: shared memory, loopback and 1 Gbit/s Ethernet for gloo; PCIe and 100 Gbit/s
+# RDMA for NCCL.
 DEFAULT_LINKS = {
     "gloo": Links(Link(50e-6, 1 / 8e9), Link(50e-6, 1 / 1e9), Link(150e-6, 1 / 125e6), 1 / 8e9),
     "nccl": Links(Link(5e-6, 1 / 12e9), Link(5e-6, 1 / 12e9), Link(9e-6, 1 / 12.5e9), 1 / 200e9),

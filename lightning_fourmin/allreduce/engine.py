@@ -1,11 +1,11 @@
 """The engine behind DDP's communication hook: it carries out the plan, bucket by bucket.
 
-`routes.py` sets it up, `pipeline.py` moves pieces through the stages, `measure.py` is told what happens when. Here is
-what a piece goes through: it is scaled and cast, passes its phases, and its mean is put where DDP finds it.
+`routes.py` sets the engine up, `pipeline.py` moves pieces through the stages, `measure.py` records when it does what.
+This file is what happens to a piece: it is scaled and cast, passes its phases, and its mean is put where DDP finds it.
 
-Who owns what: the main thread submits buckets and places them in shared memory; a piece belongs to the stage that has
-it in hand; `_in_flight`, `_error` and the decision who completes a bucket are guarded by a lock, because any stage may
-fail while the main thread submits.
+Who owns what: the thread that runs backward submits buckets, one after the other, and places them in shared memory; a
+piece belongs to the stage that it is in. A lock guards `_in_flight`, the writing of `_error`, and the decision who
+completes a bucket, because any stage may fail while another bucket is submitted.
 """
 
 import threading
@@ -55,9 +55,9 @@ class Engine:
         self.plan = plan
         self.spans = spans or Spans(device)
         self.meter: Meter | None = None
-        """What listens to measure a step; it decides whether buckets wait for the last one of their step."""
+        """The meter, once someone measures; it says whether buckets have to wait for the last one of their step."""
         self._groups, self._device = groups, device
-        # To say what went wrong when the default group is already gone.
+        # Kept for error texts, which may be made when the default group is already gone.
         self._rank = dist.get_rank()
         self._routes = Routes(plan, groups, device, shared_bytes)
         self._arena = self._routes.arena
@@ -67,13 +67,13 @@ class Engine:
         self._num_pieces = self._num_buckets = self._num_backwards = 0
         self._held: list[Piece] = []
         self._busy: dict[str, tuple[float, Piece]] = {}
-        """By stage: since when it has which piece in hand."""
+        """The piece that each stage is busy with, and since when; the thread of `missing_ranks` reads a copy."""
         self._missing_ranks = missing_ranks
         self._pipeline: ThreadPipeline | StreamPipeline
         if device.type == "cuda":
             self._pipeline = StreamPipeline(self._routes.stages, self._visit, device)
         else:
-            self._pipeline = ThreadPipeline(self._routes.stages, self._visit, self.spans, self._close_arena)
+            self._pipeline = ThreadPipeline(self._routes.stages, self._visit, self.spans, self._arena)
         if missing_ranks is not None:
             missing_ranks.watch(self)
 
@@ -92,8 +92,8 @@ class Engine:
     def submit(self, gradients: Tensor, index: int, is_last: bool = True) -> Future[Tensor]:
         """Starts the all-reduce of a flat bucket, number `index` of its step; the future holds the mean over all ranks.
 
-        Where the meter wants computing undisturbed, everything starts with the last bucket of the step. The mean stands
-        in `gradients` or in shared memory; there it stays until the step after the next one begins.
+        Where the meter asks for a step in which nothing disturbs computing, all buckets start with the last one. The
+        mean is in `gradients` or in shared memory, where it stays until the step after the next one begins.
         """
         handed_over = self.spans.device_now()
         sending = self.plan.send(gradients.numel(), gradients.dtype)
@@ -107,6 +107,7 @@ class Engine:
                 self._in_flight.add(bucket)
         if not is_sent:
             bucket.complete()
+            # Others of its step may be held back, and this bucket was to release them.
             if is_last:
                 self._start_held(bucket)
             return bucket.future
@@ -124,11 +125,7 @@ class Engine:
         if is_last or self.meter is None or not self.meter.undisturbed:
             self._start_held(bucket)
         if self.spans:
-            details = {
-                "algorithm": sending.algorithm.name,
-                "bytes": sending.num_bytes,
-                "pieces": len(sending.numels),
-            }
+            details = {"algorithm": sending.algorithm.name, "bytes": sending.num_bytes, "pieces": len(sending.numels)}
             numbers = {"number": bucket.number, "backward": self._num_backwards, "num_bytes": sending.num_bytes}
             handed_on = self.spans.device_now()
             self.spans.tell(HandOver("main", f"bucket {index}", handed_over, handed_on, details, **numbers))
@@ -140,7 +137,7 @@ class Engine:
             raise self._error
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the first error and releases whoever waits for a bucket; called in any thread."""
+        """Keeps the first error and releases whoever waits for a bucket; may be called in any thread."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -158,7 +155,7 @@ class Engine:
             self._groups.clean = False
 
     def waits(self) -> list[Wait]:
-        """What each stage is doing, which may be waiting; on CUDA no stage waits, and NCCL's watchdog speaks there."""
+        """What each stage is doing, which may be waiting; nothing on CUDA, where NCCL's watchdog reports waits."""
         return [] if self._device.type == "cuda" else [self._wait_of(*busy) for busy in list(self._busy.values())]
 
     def advance(self, piece: Piece, stage: str, is_first: bool) -> None:
@@ -176,7 +173,7 @@ class Engine:
             piece.pending = piece.bucket.route.phases[stage](piece)
 
     def _start_held(self, newest: BucketInFlight) -> None:
-        """Starts the pieces that were held back; on CUDA they are ready when the newest bucket is."""
+        """Starts all pieces that have not been started; on CUDA they are ready when the newest bucket is."""
         for piece in self._held:
             piece.bucket.ready = newest.ready
             with torch.no_grad():
@@ -184,7 +181,7 @@ class Engine:
         self._held = []
 
     def _visit(self, piece: Piece, stage: str, is_first: bool) -> None:
-        """Advances a piece; an error ends the engine's work, and pieces then pass without being touched."""
+        """Advances a piece. After an error pieces pass all stages untouched, so that the threads can end."""
         piece.stage = stage
         self._busy[stage] = (time.monotonic(), piece)
         try:
@@ -197,7 +194,7 @@ class Engine:
         piece.queued = self.spans.now()
 
     def _end_phase(self, piece: Piece, stage: str) -> None:
-        """Waits for what the last phase of the piece has started."""
+        """Waits for the transfer that the last phase of the piece has started, on behalf of the stage that did so."""
         if piece.pending is None:
             return
         piece.stage = piece.pending_stage
@@ -249,23 +246,18 @@ class Engine:
             piece.gradients.mul_(bucket.route.after)
         self.spans.add(FINISH, "copy", start)
         bucket.missing -= 1
-        if bucket.missing == 0:
-            self._end(bucket)
-
-    def _end(self, bucket: BucketInFlight) -> None:
+        if bucket.missing:
+            return
         with self._lock:
+            # Otherwise `fail` has completed it, and a future can be set only once.
             is_waited_for = bucket in self._in_flight
             self._in_flight.discard(bucket)
-        # Told before the future is set: backward may return and the meter be read at once.
+        # Before the future is set, because backward may then return and the meter be read at once.
         if self.spans:
             stamps = bucket.handed_over, self.spans.device_now()
             self.spans.tell(InFlight("buckets", f"bucket {bucket.index}", *stamps, number=bucket.number))
         if is_waited_for:
             bucket.complete()
-
-    def _close_arena(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
 
     def _explain(self, error: BaseException, since_s: float, piece: Piece) -> None:
         wait = self._wait_of(since_s, piece)

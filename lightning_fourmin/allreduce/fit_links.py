@@ -1,16 +1,17 @@
-"""Fits the latency and bandwidth of links to measured times: which links would explain a table."""
+"""Fits the latency and bandwidth of links to the times of a measured table, as the cost model explains them best."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_fourmin.allreduce.algorithms import algorithm_of
 from lightning_fourmin.allreduce.cost import Link, Links, default_links
 from lightning_fourmin.allreduce.table import AllReduceTable, Row
 from lightning_fourmin.allreduce.topology import Topology
 
+Floats = NDArray[np.float64]
 NOTHING = Link(0.0, 0.0)
 NO_LINKS = Links(NOTHING, NOTHING, NOTHING, 0.0)
 
@@ -35,16 +36,17 @@ class LinkFit:
 
 
 def fit_links(table: AllReduceTable, topology: Topology) -> LinkFit:
-    """Least squares of the relative errors, with no negative latency or bandwidth.
+    """The links that leave the least squares of relative errors, with no negative latency or time a byte.
 
-    The cost model is linear in a and b, so its columns are its values for one of them at a time. On one node the link
-    between nodes is not seen; on several the backend's link inside one is not, for its ring is as fast as its slowest
-    link. Sums cost what is stated: their share cannot be told from that of the bytes.
+    The cost model is linear in the latency and the time a byte of each link. So a column of the linear problem is what
+    the model says when one of them is 1 and all others are 0. A table of one node tells nothing about the link between
+    nodes; one of several nodes tells nothing about the backend's link inside a node, because its ring is as fast as its
+    slowest link. Sums cost what is stated, since their share cannot be told from that of the bytes.
     """
     stated = default_links(table.backend)
     names: tuple[str, ...] = ("inside", "between") if topology.num_nodes > 1 else ("inside", "inside_backend")
     if topology.largest_group == 1:
-        names = names[1:]  # nobody meets inside of a group
+        names = names[1:]  # every rank is alone in its group
     units = [
         replace(NO_LINKS, **{name: unit})  # type: ignore[arg-type]
         for name in names
@@ -67,16 +69,12 @@ def _model_s(point: tuple[Row, str, float], topology: Topology, links: Links) ->
     return algorithm_of(algorithm).seconds(row.num_bytes, topology, links)
 
 
-def _non_negative_least_squares(
-    columns: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
-    values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
-    weights: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
-) -> Sequence[float]:
-    """Leaves out the most negative unknown until none is left: exact enough for a handful of unknowns."""
+def _non_negative_least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:
+    """Leaves out the most negative unknown until none is negative: exact enough for a handful of unknowns."""
     # Seconds a byte are 10^9 times smaller than seconds a step: equal lengths keep the problem well conditioned.
     weighted = columns * weights[:, None]
     lengths = np.linalg.norm(weighted, axis=0)
-    kept = [i for i, length in enumerate(lengths) if length > 0]
+    kept = np.flatnonzero(lengths).tolist()
     solution = np.zeros(columns.shape[1])
     while kept:
         found = np.linalg.lstsq(weighted[:, kept] / lengths[kept], values * weights, rcond=None)[0]
@@ -84,4 +82,4 @@ def _non_negative_least_squares(
             solution[kept] = found / lengths[kept]
             break
         kept.pop(int(found.argmin()))
-    return [float(value) for value in solution]
+    return list(map(float, solution))

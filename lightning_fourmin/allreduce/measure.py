@@ -1,4 +1,4 @@
-"""What a step spends its time on: one stream of spans on one clock, which the trace and the meter both listen to.
+"""Where the time of a step goes: one stream of spans on one clock, which the trace and the meter both listen to.
 
     main thread   backward ....|b0|......|b1|....|b2|  waits      optimizer
     buckets                     [0 ........]  [1 .......]
@@ -19,7 +19,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def now_ns() -> int:
 
 
 def seconds_between(start: Stamp, stop: Stamp) -> float:
-    """Seconds from one stamp to another; with events it waits until the device has come past the later one."""
+    """Seconds from one stamp to another; with events it waits until the device has reached the later one."""
     if start.event is None or stop.event is None:
         return 1e-9 * (stop.ns - start.ns)
     stop.event.synchronize()
@@ -64,7 +64,7 @@ def seconds_between(start: Stamp, stop: Stamp) -> float:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time, in a lane: a thread of this rank, or `piece N` for the way of a piece."""
+    """Something that took time, in a lane: a thread of this rank, or `piece N` for piece N on its way."""
 
     lane: str
     name: str
@@ -99,41 +99,41 @@ class Wait(Span):
 Listener = Callable[[Span], object]
 
 
+@dataclass
 class Spans:
     """The stream of spans of one rank: whoever listens is called with each span, in the thread that adds it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._listeners: list[Listener] = []
+    device: torch.device
+    listeners: list[Listener] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self._listeners)
+        return bool(self.listeners)
 
     def listen(self, listener: Listener) -> None:
         """From now on the listener gets every span. Called between steps."""
-        if listener not in self._listeners:
-            self._listeners = [*self._listeners, listener]
+        # A new list, because threads of the engine may be going through the old one.
+        self.listeners = [*self.listeners, listener]
 
     def now(self) -> Stamp:
-        """The host's moment: cheap, and all that the trace needs."""
+        """A moment of the host: it is cheap, and the trace needs no other."""
         return Stamp(now_ns())
 
     def device_now(self) -> Stamp:
-        """A moment that the device comes past, too, where it runs behind the host."""
-        if self._device.type == "cpu" or not self._listeners:
+        """A moment that on CUDA is also marked on the device, which runs behind the host."""
+        if self.device.type == "cpu" or not self.listeners:
             return self.now()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return Stamp(now_ns(), event)
 
     def add(self, lane: str, name: str, start: Stamp, details: dict[str, object] | None = None) -> None:
         """Adds a span that lasted from `start` until now."""
-        if self._listeners:
+        if self.listeners:
             self.tell(Span(lane, name, start, self.now(), details))
 
     def tell(self, span: Span) -> None:
         """Gives a span to everyone who listens."""
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(span)
 
     @contextmanager
@@ -147,27 +147,13 @@ class Spans:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A wait of the main thread for other ranks; on CUDA, of its stream."""
+        """A span around a wait of the main thread for other ranks; on CUDA the wait of its stream."""
         start = self.device_now()
         try:
             yield
         finally:
-            if self._listeners:
+            if self.listeners:
                 self.tell(Wait("main", "wait for other ranks", start, self.device_now()))
-
-    @contextmanager
-    def after(self, name: str, work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """A span of the main thread that begins when `work` has returned; gives `work` as it has to be called."""
-        start = self.now()
-
-        def timed() -> Any:
-            nonlocal start
-            result = work()
-            start = self.now()
-            return result
-
-        yield timed
-        self.add("main", name, start)
 
 
 # The meter: what communication costs a step.
@@ -185,7 +171,7 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """A bucket's way: handed over by backward, handed on by the main thread, done."""
+    """When backward handed a bucket over, when the hook returned, and when the mean was there."""
 
     backward: int
     """Number of the backward pass that it belongs to."""
@@ -210,7 +196,7 @@ class Meter:
         self.undisturbed = False
         """Set between steps: the buckets of the next step wait for its last one, so that nothing disturbs computing."""
         self.paused = False
-        """Set while something runs that is no part of a step."""
+        """Set while something runs that is not part of a step, such as a validation: its waits do not count."""
 
     def __call__(self, span: Span) -> None:
         """Keeps a span that it needs."""
@@ -222,7 +208,7 @@ class Meter:
             self._waits.append(span)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A wait of the main thread for other ranks, in something that is not ours."""
+        """Around a wait of the main thread for other ranks that is outside of the strategy."""
         return self._spans.waiting()
 
     def take(self) -> "TakenTimes":
@@ -239,13 +225,13 @@ class Meter:
 
 @dataclass(frozen=True)
 class TakenTimes:
-    """The times of a step; on CUDA `communication` waits until the device has come past them."""
+    """The times of a step; on CUDA `communication` waits until the device has reached them."""
 
     buckets: tuple[BucketTimes, ...]
     waits: tuple[tuple[Stamp, Stamp], ...]
 
     def communication(self) -> Communication:
-        """What they add up to."""
+        """The sums of the times, for the step as a whole."""
         exposed_s, busy_s, busy_until = sum(seconds_between(*wait) for wait in self.waits), 0.0, float("-inf")
         origin = self.buckets[0].handed_over if self.buckets else Stamp(0)
         for _, backward in groupby(self.buckets, key=lambda bucket: bucket.backward):
@@ -284,7 +270,6 @@ class Trace:
         """How far rank 0's clock is ahead of this rank's."""
         self._run = ""
         """Tells the files of one run from those of an earlier run in the same folder."""
-        self._at_exit: Callable[[], None] | None = None
 
     def __call__(self, span: Span) -> None:
         """Keeps a span; the whole way of a bucket is left out, since its pieces show it."""
@@ -298,34 +283,30 @@ class Trace:
         """
         self._run = broadcast_object(uuid.uuid4().hex)
         clock = torch.zeros(1, dtype=torch.int64, device=device)
-        for rank in range(1, self._num_ranks):
-            if self._rank not in (0, rank):
-                continue
-            pings = []
-            for _ in range(NUM_PINGS):
-                if self._rank == 0:
+        if self._rank == 0:
+            for rank in range(1, self._num_ranks):
+                for _ in range(NUM_PINGS):
                     dist.recv(clock, src=rank)
-                    clock.item()  # has arrived, on CUDA too
+                    clock.item()  # blocks until the ping has arrived, on CUDA too
                     dist.send(clock.fill_(now_ns()), dst=rank)
-                else:
-                    start_ns = now_ns()
-                    dist.send(clock, dst=0)
-                    dist.recv(clock, src=0)
-                    theirs_ns = int(clock.item())
-                    stop_ns = now_ns()
-                    pings.append((stop_ns - start_ns, theirs_ns - (start_ns + stop_ns) // 2))
-            if pings:
-                self._offset_ns = min(pings)[1]
+            return
+        pings = []
+        for _ in range(NUM_PINGS):
+            start_ns = now_ns()
+            dist.send(clock, dst=0)
+            dist.recv(clock, src=0)
+            theirs_ns = int(clock.item())
+            stop_ns = now_ns()
+            pings.append((stop_ns - start_ns, theirs_ns - (start_ns + stop_ns) // 2))
+        self._offset_ns = min(pings)[1]
 
     def write_at_exit(self, folder: str) -> None:
-        """Sees to it that the file is written also by a process that ends without `write`, as after a crash."""
-        self._at_exit = lambda: self.write(folder)
-        atexit.register(self._at_exit)
+        """Makes a process write the file also if it ends without a call of `write`, as after a crash."""
+        atexit.register(self.write, folder)
 
     def write(self, folder: str) -> None:
         """Writes this rank's file; where `folder` is an address such as s3://, to the current folder."""
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
+        atexit.unregister(self.write)
         path = (Path.cwd() if "://" in folder else Path(folder)) / rank_file(self._rank)
         metadata = {"rank": self._rank, "num_ranks": self._num_ranks, "run": self._run}
         events = _events(self._rank, list(self._spans), self._offset_ns)
@@ -335,8 +316,8 @@ class Trace:
             log.warning("no trace: %s cannot be written (%s); the training is not affected", path, error.strerror)
 
 
-def rank_file(rank: int) -> str:
-    """The name of a rank's trace."""
+def rank_file(rank: int | str) -> str:
+    """The name of a rank's trace; "*" gives the pattern of all names."""
     return f"fourmin_trace.rank{rank}.json"
 
 
@@ -345,7 +326,7 @@ def merge_traces(folder: Path) -> Path | None:
 
     Ranks whose file is missing are listed in its metadata as `ranks_without_spans`.
     """
-    files = sorted(folder.glob(rank_file(0).replace("0", "*")), key=lambda file: file.stat().st_mtime)
+    files = sorted(folder.glob(rank_file("*")), key=lambda file: file.stat().st_mtime)
     traces: dict[int, dict[str, Any]] = {}
     for file in reversed(files):  # the newest file says which run is meant
         with suppress(OSError, ValueError, KeyError):
@@ -364,7 +345,7 @@ def merge_traces(folder: Path) -> Path | None:
 
 
 def _events(rank: int, spans: Sequence[Span], offset_ns: int) -> list[dict[str, Any]]:
-    """Chrome's events of one rank, in the order in which they open and close."""
+    """The spans of one rank as events of a Chrome trace, in the order in which they open and close."""
     lanes = {lane: i for i, lane in enumerate(dict.fromkeys(s.lane for s in spans if not s.lane.startswith("piece ")))}
     heads: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
     for lane, number in lanes.items():

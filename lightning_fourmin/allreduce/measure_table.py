@@ -1,4 +1,4 @@
-"""Measures the table, and chooses the table of a run: what `table="auto"` and `fourmin tune` do.
+"""Measures a table, as `table="auto"` and `fourmin tune` do, and chooses the table of a run.
 
 Algorithms, group sizes and chunk sizes are timed at rising sizes, alternated, within a budget of time:
 
@@ -11,9 +11,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +40,7 @@ from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.text import dtype_name
 
 AUTO_BUDGET_S = 5.0
-"""What `table="auto"` may take."""
+"""The time that `table="auto"` may take."""
 SEARCH_BUDGET_S = 15.0
 """Below this budget groups are the nodes and chunks have their default size."""
 SEARCH_SHARE = 0.2
@@ -50,14 +50,14 @@ SEARCH_BYTES = (64 * 1024, 4 * 1024 * 1024)
 ROUND_MS, MAX_REPEATS = 50.0, 8
 """A round measures small sizes several times: they take little of the budget, and vary most."""
 CLEARLY = 0.8
-"""Another group or chunk size than the default must take at most this share of its time: what chunks saved less of an
-all-reduce alone, they took more of a step, where cores are busy."""
+"""Another group or chunk size than the default must take at most this share of its time. Chunks that saved less in an
+all-reduce alone made whole steps slower, where cores are busy."""
 
 K = TypeVar("K", bound=Hashable)
 Way = Callable[[torch.Tensor], object]
-"""Does to a tensor what is timed."""
+"""A function of a tensor that is to be timed."""
 Progress = Callable[[float], object]
-"""Is called with the share of the budget that is spent."""
+"""A function that is called with the share of the budget that is spent."""
 
 
 def timed_ms(way: Way, data: torch.Tensor) -> float:
@@ -98,41 +98,41 @@ def measure_table(
     Gradients are FP32, sizes are those on the wire. With `search` it also looks for better groups than the nodes and
     for the best chunks, if the budget allows. A collective call.
     """
-    return _Measurement(topology, groups, device, largest_bytes, budget_s, wire_dtype, progress).measure(search)
+    sizes = sizes_up_to(largest_bytes)
+    measurement = _Measurement(topology, groups, device, sizes, budget_s, wire_dtype or torch.float32, progress)
+    return measurement.measure(search)
 
 
+@dataclass(frozen=True)
 class _Measurement:
-    """The measurement of one table; every method is a collective call, and rank 0's clock decides when to stop."""
+    """The measurement of one table, in the main thread of every rank.
 
-    def __init__(
-        self,
-        topology: Topology,
-        groups: ProcessGroups,
-        device: torch.device,
-        largest_bytes: int,
-        budget_s: float,
-        wire_dtype: torch.dtype | None,
-        progress: Progress,
-    ) -> None:
-        self._topology, self._groups, self._device, self._progress = topology, groups, device, progress
-        self._wire_dtype = wire_dtype or torch.float32
-        self._sizes = sizes_up_to(largest_bytes)
-        self._start_s, self._budget_s = time.monotonic(), budget_s
+    All methods that use an engine or the budget are collective calls; rank 0's clock decides when to stop.
+    """
+
+    topology: Topology
+    groups: ProcessGroups
+    device: torch.device
+    sizes: list[int]
+    budget_s: float
+    wire_dtype: torch.dtype
+    progress: Progress
+    start_s: float = field(default_factory=time.monotonic)
 
     def measure(self, search: bool) -> AllReduceTable:
-        topology, share = self._topology, 0.0
+        topology, share = self.topology, 0.0
         chunk_bytes = _default_table(topology).chunk_bytes
-        if search and self._budget_s >= SEARCH_BUDGET_S:
+        if search and self.budget_s >= SEARCH_BUDGET_S:
             topology = self._best_groups(SEARCH_SHARE)
             chunk_bytes = self._best_chunks(topology, 2 * SEARCH_SHARE)
             share = 2 * SEARCH_SHARE
         table = self._measure_sizes(topology, chunk_bytes, share)
-        if topology is not self._topology:
+        if topology is not self.topology:
             table = replace(table, group_size=topology.largest_group)
         return broadcast_object(replace(table, fit=str(fit_links(table, topology)), made=_made()))
 
     def _best_groups(self, until: float) -> Topology:
-        topologies = {len(t.groups): t for t in (self._topology, *_other_groups(self._topology))}
+        topologies = {len(t.groups): t for t in (self.topology, *_other_groups(self.topology))}
         ways = {
             (number, name): (topology, name, _default_table(topology).chunk_bytes)
             for number, topology in topologies.items()
@@ -142,10 +142,10 @@ class _Measurement:
         times = self._rounds(ways, self._search_sizes(), until)
         scores: dict[int, float] = {}
         for number in topologies:
-            # The best algorithm at each size, and sizes count alike whatever they take.
+            # The best algorithm at each size; logarithms, so that small sizes count as much as large ones.
             best = [min(ms for (n, _), ms in at_size.items() if n == number) for at_size in times]
             scores[number] = statistics.fmean(map(math.log, best))
-        return topologies[broadcast_object(_clearly_best(scores, default=len(self._topology.groups)))]
+        return topologies[broadcast_object(_clearly_best(scores, default=len(self.topology.groups)))]
 
     def _best_chunks(self, topology: Topology, until: float) -> int:
         default = _default_table(topology).chunk_bytes
@@ -158,18 +158,14 @@ class _Measurement:
         return broadcast_object(_clearly_best({k: math.log(ms) for k, ms in times.items()}, default))
 
     def _search_sizes(self) -> list[int]:
-        return sorted({min(size, self._sizes[-1]) for size in SEARCH_BYTES})
+        return sorted({min(size, self.sizes[-1]) for size in SEARCH_BYTES})
 
     def _rounds(
         self, ways: Mapping[K, tuple[Topology, str, int]], sizes: list[int], until: float
     ) -> list[dict[K, float]]:
-        """Medians of each way at each size, from rounds until a share of the budget is spent; two at least."""
+        """The median of each way at each size, from rounds until a share of the budget is spent; two at least."""
         times: list[dict[K, list[float]]] = [{key: [] for key in ways} for _ in sizes]
-        with ExitStack() as stack:
-            engines = {
-                key: stack.enter_context(closing(self._engine(*way, shared_bytes=sizes[-1])))
-                for key, way in ways.items()
-            }
+        with self._engines(ways, shared_bytes=sizes[-1]) as engines:
             turn = 0
             while turn < 3 or not self._over(until):
                 for size, at_size in zip(sizes, times, strict=True):
@@ -177,19 +173,14 @@ class _Measurement:
                         if turn:  # the first touches fresh memory
                             at_size[key].append(ms)
                 turn += 1
-        return [{key: statistics.median(ms) for key, ms in at_size.items()} for at_size in times]
+        return [_medians(at_size) for at_size in times]
 
     def _measure_sizes(self, topology: Topology, chunk_bytes: int, share: float) -> AllReduceTable:
         times: dict[int, dict[str, list[float]]] = {}
-        with ExitStack() as stack:
-            engines = {
-                name: stack.enter_context(
-                    closing(self._engine(topology, name, chunk_bytes, shared_bytes=self._sizes[-1]))
-                )
-                for name in usable_algorithms(topology)
-            }
+        ways = {name: (topology, name, chunk_bytes) for name in usable_algorithms(topology)}
+        with self._engines(ways, shared_bytes=self.sizes[-1]) as engines:
             repeats: dict[int, int] = {}
-            for size in self._sizes:  # warms up both halves of shared memory, and finds how far the budget reaches
+            for size in self.sizes:  # warms up both halves of shared memory, and finds how far the budget reaches
                 self._one_round(engines, size, 0)
                 slowest_ms = max(self._one_round(engines, size, 1).values())
                 times[size] = {name: [] for name in engines}
@@ -205,28 +196,36 @@ class _Measurement:
                 turn += 1
         rows = [Row(size, _medians(by_name), _quartiles(by_name)) for size, by_name in times.items()]
         source = f"measured, n={turn}" + (f" to {turn * max(repeats.values())}" if max(repeats.values()) > 1 else "")
-        if self._wire_dtype is not torch.float32:
-            source += f", {dtype_name(self._wire_dtype)} wire"
+        if self.wire_dtype is not torch.float32:
+            source += f", {dtype_name(self.wire_dtype)} wire"
         return AllReduceTable(topology.key, dist.get_backend(), source, tuple(rows), chunk_bytes=chunk_bytes)
 
-    def _engine(self, topology: Topology, name: str, chunk_bytes: int, shared_bytes: int) -> Engine:
-        table = replace(_default_table(topology).only(name), chunk_bytes=chunk_bytes)
-        plan = CommPlan(topology, table, self._wire_dtype)
-        return Engine(plan, self._groups, self._device, shared_bytes=shared_bytes)
+    @contextmanager
+    def _engines(self, ways: Mapping[K, tuple[Topology, str, int]], shared_bytes: int) -> Iterator[dict[K, Engine]]:
+        """An engine for each way: its topology, algorithm and chunk size. All ranks make them in the same order."""
+        engines: dict[K, Engine] = {}
+        with ExitStack() as stack:
+            for key, (topology, name, chunk_bytes) in ways.items():
+                table = replace(_default_table(topology).only(name), chunk_bytes=chunk_bytes)
+                plan = CommPlan(topology, table, self.wire_dtype)
+                engine = Engine(plan, self.groups, self.device, shared_bytes=shared_bytes)
+                engines[key] = stack.enter_context(closing(engine))
+            yield engines
 
     def _one_round(self, engines: Mapping[K, Engine], size: int, turn: int) -> dict[K, float]:
-        data = torch.ones(size // self._wire_dtype.itemsize, device=self._device)
+        data = torch.ones(size // self.wire_dtype.itemsize, device=self.device)
+        # Forth and back, so that no way always comes after the same other one.
         keys = list(engines)
         return {key: timed_ms(through(engines[key]), data) for key in (reversed(keys) if turn % 2 else keys)}
 
     def _over(self, share: float) -> bool:
-        spent = (time.monotonic() - self._start_s) / self._budget_s
-        self._progress(min(spent, 1.0))
+        spent = (time.monotonic() - self.start_s) / self.budget_s
+        self.progress(min(spent, 1.0))
         return broadcast_object(spent) >= share
 
 
 def _other_groups(topology: Topology) -> list[Topology]:
-    """Half a node and two nodes a group, where nodes are equal."""
+    """The same ranks in groups of half a node and of two nodes, where nodes are equal."""
     size, sizes = topology.largest_group, []
     if topology.equal_groups and size % 2 == 0:
         sizes.append(size // 2)
@@ -245,8 +244,8 @@ def _clearly_best(scores: Mapping[int, float], default: int) -> int:
     return best if scores[best] < scores[default] + math.log(CLEARLY) else default
 
 
-def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: statistics.median(ms) for name, ms in times.items()}
+def _medians(times: Mapping[K, Sequence[float]]) -> dict[K, float]:
+    return {key: statistics.median(ms) for key, ms in times.items()}
 
 
 def _quartiles(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
@@ -273,8 +272,8 @@ def choose_table(
 ) -> AllReduceTable:
     """The table of a run: the file that was asked for, the cached one, one measured now, or the cost model's.
 
-    Rank 0 reads or computes it, and all ranks get that one, or its error; a collective call. With `any_groups` a table
-    may bring groups that its tuner found better than those of the topology.
+    A collective call: rank 0 reads or computes the table, and all ranks get that one, or rank 0's error. With
+    `any_groups` a table may bring groups that its tuner found better than those of the topology.
     """
     table = from_rank_0(lambda: _find(asked, topology, any_groups))
     if table is None:
@@ -289,14 +288,11 @@ def choose_table(
     return table
 
 
-def _path(asked: str | Path | None, topology: Topology) -> Path:
-    """Where the table of a run is, if it is in a file."""
-    return Path(asked) if asked not in (None, "auto") else cached_table_path(topology, dist.get_backend())
-
-
 def _find(asked: str | Path | None, topology: Topology, any_groups: bool) -> AllReduceTable | None:
     """The table that the user asked for; None if it has to be measured."""
-    backend, path = dist.get_backend(), _path(asked, topology)
-    if asked not in (None, "auto") or os.path.exists(path):  # False, too, where it may not be looked for
+    backend = dist.get_backend()
+    path = Path(asked) if asked is not None and asked != "auto" else cached_table_path(topology, backend)
+    # Unlike `Path.exists`, `os.path.exists` answers False where the cache folder may not be looked into.
+    if asked not in (None, "auto") or os.path.exists(path):
         return read_table(path, topology, backend, any_groups)
     return None if asked == "auto" else AllReduceTable.from_cost_model(topology, backend)

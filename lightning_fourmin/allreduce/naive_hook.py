@@ -15,8 +15,8 @@ from torch.futures import Future
 def naive_all_reduce_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
     """The mean of a bucket over all ranks of a group; `model.register_comm_hook(None, naive_all_reduce_hook)`."""
     gradients = bucket.buffer()
-    # DDP hands the sum of this rank's gradients over undivided when a hook runs. Multiplied first, as DDP itself does
-    # it: a sum that is divided afterwards differs in the last bits, and may overflow in 16 bit.
+    # DDP hands the gradients of this rank over undivided when a hook runs. They are multiplied before the sum, as DDP
+    # itself does it: a sum that is divided afterwards differs in the last bits, and may overflow in 16 bit.
     gradients.mul_(1 / dist.get_world_size(group))
     # Every rank calls its hook for the same buckets in the same order, so collectives match by their order alone.
     dist.all_reduce(gradients, group=group)

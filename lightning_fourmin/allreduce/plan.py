@@ -5,9 +5,8 @@
                                                                             --> record, page       show it
 
 A row is a bucket of DDP: what is in it, its form, its all-reduce, its pieces, its bytes on the wire, the milliseconds
-that the table expects, and how exact the result is. What is decided for a bucket depends on its size and dtype alone,
-so `send` answers the same for the buckets of the first step, which DDP cuts in another order, and for a bucket of any
-size.
+that the table expects, and how exact the result is. Only the size and dtype of a bucket decide how it travels. So
+`send` also answers for buckets that no row has: those of the first step, which DDP cuts in another order.
 """
 
 import math
@@ -51,10 +50,13 @@ class CommOptions:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        self._check_choice("algorithm", (HYBRID, *ALGORITHMS))
-        self._check_choice("wire_dtype", (None, *WIRE_DTYPES))
+        for field, choices in {"algorithm": (HYBRID, *ALGORITHMS), "wire_dtype": (None, *WIRE_DTYPES)}.items():
+            if (value := getattr(self, field)) not in choices:
+                raise ValueError(f"{field}={value!r} is not known: choose one of {', '.join(map(repr, choices))}")
         for field in ("group_size", "fusion_mb", "switch_mb", "predivide", "stall_warning_s"):
-            self._check_positive(field)
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ValueError(f"{field} must be a number above 0, got {value!r}: leave it out for the default")
         if self.group_size is not None and not isinstance(self.group_size, int):
             raise ValueError(f"group_size must be a whole number of ranks, got {self.group_size!r}")
         if self.switch_mb is not None and self.algorithm != HYBRID:
@@ -66,16 +68,6 @@ class CommOptions:
         """The wire's dtype: as set, else what a precision plugin computes in, else None for the gradients' own."""
         return compute_dtype if self.wire_dtype is None else WIRE_DTYPES[self.wire_dtype]
 
-    def _check_choice(self, field: str, choices: tuple[str | None, ...]) -> None:
-        value = getattr(self, field)
-        if value not in choices:
-            raise ValueError(f"{field}={value!r} is not known: choose one of {', '.join(map(repr, choices))}")
-
-    def _check_positive(self, field: str) -> None:
-        value = getattr(self, field)
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{field} must be a number above 0, got {value!r}: leave it out for the default")
-
 
 @dataclass(frozen=True)
 class Sending:
@@ -84,12 +76,12 @@ class Sending:
     algorithm: Algorithm
     wire_dtype: torch.dtype
     numels: tuple[int, ...]
-    """Elements of its pieces, in order."""
+    """Number of gradients in each piece, in order."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the wire."""
-        return sum(self.numels) * self.wire_dtype.itemsize
+        return sum(self.piece_bytes)
 
     @property
     def piece_bytes(self) -> tuple[int, ...]:
@@ -104,7 +96,7 @@ class PlanRow:
     bucket: Bucket
     sending: Sending
     expected_ms: float | None
-    """What the table expects of its all-reduce by itself; None if `switch_mb` took one that the table does not have."""
+    """What the table expects of its all-reduce alone; None if `switch_mb` chose one that the table does not have."""
     exactness: str
     """How the mean compares with that of plain DDP, in one of a few fixed phrases."""
     form: str = "dense"
@@ -144,10 +136,10 @@ class CommPlan:
         Args:
             options: what the user has set.
             topology: who is where; the table may bring other groups.
-            backend: of torch.distributed.
-            table: a measured table; None takes the cost model.
-            parameters: those that DDP reduces, in registration order; without any DDP cuts the buckets by itself.
-            compute_dtype: of a precision plugin that computes in 16 bit: the wire's dtype where the options set none.
+            backend: name of the backend of torch.distributed.
+            table: a measured table; None: the cost model.
+            parameters: those that DDP reduces, in registration order; without any, DDP cuts the buckets by itself.
+            compute_dtype: what a precision plugin computes in; the wire's dtype unless the options set one.
             rebuilt: whether DDP cuts its buckets anew after the first backward (see `FusionPlan.build`).
         """
         table = table or AllReduceTable.from_cost_model(topology, backend)
@@ -168,14 +160,14 @@ class CommPlan:
         num_bytes = numel * wire_dtype.itemsize
         name = self.table.choose(num_bytes)
         num_pieces = max(1, min(numel, self.table.num_pieces(name, num_bytes)))
-        # As `Tensor.tensor_split` cuts.
+        # As `Tensor.tensor_split` cuts: the first pieces are one larger where the number does not divide evenly.
         smaller, num_larger = divmod(numel, num_pieces)
         numels = tuple(smaller + (number < num_larger) for number in range(num_pieces))
         return Sending(algorithm_of(name), wire_dtype, numels)
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
-        """A row a bucket, in ready order; none where DDP cuts by itself."""
+        """A row for each bucket, in ready order; none where DDP cuts by itself."""
         rows = []
         for bucket in self.fusion.buckets if self.fusion is not None else ():
             sending = self.send(bucket.numel, bucket.dtype)
@@ -186,8 +178,8 @@ class CommPlan:
     def _exactness(self, dtype: torch.dtype) -> str:
         wire_dtype = self.wire_dtype or dtype
         if wire_dtype.itemsize < dtype.itemsize:
-            return f"rounded to {_short_name(wire_dtype)}"
-        # A sum of two numbers does not depend on their order, and DDP divides first, as we do.
+            return f"rounded to {next(name for name, other in WIRE_DTYPES.items() if other is wire_dtype)}"
+        # A sum of two numbers does not depend on their order, and DDP divides before it sums, as the engine does.
         exact = self.topology.world_size <= 2 and self.predivide is None and wire_dtype.itemsize >= 4
         return BIT_EQUAL if exact else SUMMATION_ORDER
 
@@ -206,20 +198,19 @@ class CommPlan:
         )
 
     def explain(self, most_rows: int | None = None) -> str:
-        """The plan as a table for people, a line a bucket.
+        """The plan as a table for people, with a line for each bucket.
 
-        Of more than `most_rows` buckets only the first and the last ones are shown, and a line says how many are left
-        out between them.
+        If there are more than `most_rows` buckets, the first and the last ones are shown, and a line between them says
+        how many are left out.
         """
         if not self.rows:
             return "DDP cuts the buckets by itself"
         num_left_out = 0 if most_rows is None else max(0, len(self.rows) - most_rows)
         num_first = (len(self.rows) - num_left_out) // 2
-        head = ("", "what", "tensors", "on the wire", "form", "all-reduce", "expected", "exactness")
-        lines = [head]
-        for index, row in enumerate(self.rows):
-            if num_first <= index < num_first + num_left_out:
-                continue
+        shown = list(enumerate(self.rows))
+        del shown[num_first : num_first + num_left_out]
+        lines = [("", "what", "tensors", "on the wire", "form", "all-reduce", "expected", "exactness")]
+        for index, row in shown:
             pieces = f" in {len(row.sending.numels)} pieces" if len(row.sending.numels) > 1 else ""
             lines.append(
                 (
@@ -238,7 +229,3 @@ class CommPlan:
         if num_left_out:
             texts.insert(1 + num_first, f"... {plural(num_left_out, 'bucket')} left out")
         return "\n".join(texts)
-
-
-def _short_name(dtype: torch.dtype) -> str:
-    return next((name for name, other in WIRE_DTYPES.items() if other is dtype), dtype_name(dtype))

@@ -31,8 +31,8 @@ def scales(topology: Topology, wire_dtype: torch.dtype, predivide: float | None,
     """The factors for a wire dtype; `local_sums` means our own FP32 sums rather than the backend's in the wire's dtype.
 
     In FP32 the division by the world size comes first, as in DDP. In 16 bit our own sums travel as averages, so that
-    what a rank holds never leaves the range of the gradients. The backend's sums get a power of two near sqrt(world)
-    before and the rest after, which leaves as much room above as below.
+    what a rank holds never leaves the range of the gradients. For the backend's sums, gradients are divided by a power
+    of two near sqrt(world) before and by the rest after, which leaves as much room for overflow as for underflow.
     """
     world = topology.world_size
     if predivide is not None:

@@ -1,8 +1,9 @@
 """The process groups of the engine, and what ranks tell each other over the default group before they go on together.
 
-Who drives which group: the default group belongs to the main thread (Lightning's broadcast before a batch, `sync_dist`,
-DDP's buffers); every group made here belongs to one stage of the engine, hence to one thread. Inside a group
-collectives match by the order in which they are issued, so a group that two threads drive would pair the wrong ones.
+Which thread uses which group: the main thread uses the default group (Lightning's broadcast before a batch,
+`sync_dist`, DDP's buffers); every group made here belongs to one stage of the engine, hence to one thread. Inside a
+group the backend matches collectives by the order in which they are issued, so two threads that used one group would
+pair the wrong ones.
 """
 
 from collections.abc import Callable
@@ -62,17 +63,16 @@ class Members:
 class ProcessGroups:
     """Groups by (purpose, ranks) on top of one default group, made once a process and reused by every later fit.
 
-    Each Trainer brings a new strategy, and making groups takes a meeting of all ranks, so the process keeps them. They
-    are made in the main thread of every rank. After an engine has stopped with messages in flight (`clean` is False)
-    all ranks make new ones together: a late message could otherwise reach the next user of the group.
+    Each Trainer brings a new strategy, and all ranks have to meet to make a group, so the process keeps its groups.
+    They are made in the main thread of every rank. After an engine has stopped with messages in flight (`clean` is
+    False) all ranks make new ones together: a late message could otherwise reach the next user of the group.
     """
 
     _cached: "ProcessGroups | None" = None
 
-    def __init__(self, timeout: timedelta, number: int = 0) -> None:
-        """`number` counts the objects before this one on the same default group, and is the same on all ranks."""
+    def __init__(self, timeout: timedelta) -> None:
         self._world = dist.group.WORLD
-        self.timeout, self.number = timeout, number
+        self.timeout = timeout
         self._groups: dict[Key, dist.ProcessGroup] = {}
         self.clean = True
         """False once an engine has stopped with messages in flight."""
@@ -84,16 +84,15 @@ class ProcessGroups:
         reusable = (
             cached is not None and cached._world is dist.group.WORLD and cached.timeout == timeout and cached.clean
         )
-        all_reusable = all(gather_objects(reusable))
-        if cached is None or not all_reusable:
-            same_world = cached is not None and cached._world is dist.group.WORLD
-            cached = cls._cached = cls(timeout, cached.number + 1 if cached is not None and same_world else 0)
+        # Every rank has to vote, also one that has nothing to reuse.
+        if not all(gather_objects(reusable)) or cached is None:
+            cached = cls._cached = cls(timeout)
         return cached
 
     def members(self, purpose: str, all_ranks: tuple[tuple[int, ...], ...]) -> Members | None:
-        """This rank's group among disjoint `all_ranks`, None if it is in none or alone.
+        """This rank's group among disjoint `all_ranks`; None if this rank is in none of them, or alone in its own.
 
-        All ranks call this in the same order, also for groups that they are not in, as torch demands.
+        All ranks call this in the same order, also for groups that they are not in, because torch demands that.
         """
         mine = None
         for ranks in all_ranks:

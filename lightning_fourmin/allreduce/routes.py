@@ -1,4 +1,4 @@
-"""From a plan to what this rank does: its process groups, its shared memory, and its phases for each algorithm."""
+"""What a plan means for this rank: its process groups, its shared memory, and its phases for each algorithm."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.shared_memory import SharedArena
 
 WHOLE_BYTES = 32 * 1024
-"""A piece of up to this size crosses between nodes in one exchange instead of two."""
+"""A piece of up to this size crosses between groups in one exchange instead of two: latency outweighs its bytes."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """The phases of an algorithm on this rank, by stage, and the factors before the first and after the last."""
+    """The phases of an algorithm on this rank by stage, in order, and the factors before the first and after the
+    last."""
 
     algorithm: Algorithm
     phases: Mapping[str, Phase]
@@ -33,24 +34,20 @@ class Route:
 
     @classmethod
     def build(cls, algorithm: Algorithm, transport: Transport, factors: Scales) -> "Route":
-        """The route of this rank; all ranks build the same routes in the same order, since it makes groups."""
-        phases = algorithm.phases(transport, factors).by_stage
+        """The route of this rank; it makes groups, so all ranks build the same routes in the same order."""
+        halves = algorithm.phases(transport, factors)
+        phases = {**halves.until_owner, **halves.from_owner}
         # A rank that is alone in its group has no sum there that could be scaled.
         is_alone = algorithm.meets_in_groups and "reduce" not in phases
         before = factors.before * factors.reduce if is_alone else factors.before
         return cls(algorithm, phases, before, factors.after)
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages that have a phase, in their order."""
-        return tuple(self.phases)
 
 
 class Routes:
     """The routes of a plan on this rank, for each dtype on the wire; made once, in the main thread of every rank."""
 
     def __init__(self, plan: CommPlan, groups: ProcessGroups, device: torch.device, shared_bytes: int) -> None:
-        """`shared_bytes` is what a step puts on the wire: shared memory of that size serves the ranks of a group."""
+        """`shared_bytes` is what a step puts on the wire, hence what shared memory has to hold; 0 leaves it out."""
         self._plan, self._device = plan, device
         self.scratch = Scratch()
         self._algorithms = [algorithm_of(name) for name in plan.table.algorithms]
@@ -65,7 +62,8 @@ class Routes:
                 inside = SharedCollectives(self.scratch, self.arena)
         self._transport = Transport(plan.topology, groups, inside, between)
         self._routes: dict[torch.dtype, dict[str, Route]] = {}
-        # Makes the groups; the routes of other dtypes, which a thread may ask for later, find them made.
+        # This makes the groups. Backward may ask for routes of other dtypes later, when ranks cannot meet: they need no
+        # further groups.
         routes = self._of_dtype(plan.wire_dtype or torch.float32).values()
         self.stages = tuple(stage for stage in STAGES if any(stage in route.phases for route in routes))
         """The stages in which this rank meets anyone."""
@@ -76,15 +74,12 @@ class Routes:
 
     def _of_dtype(self, wire_dtype: torch.dtype) -> dict[str, Route]:
         if wire_dtype not in self._routes:
-            self._routes[wire_dtype] = {
-                algorithm.name: Route.build(algorithm, self._transport, self._scales(algorithm, wire_dtype))
-                for algorithm in self._algorithms
-            }
+            self._routes[wire_dtype] = {}
+            for algorithm in self._algorithms:
+                local_sums = algorithm.has_local_sums and self._device.type == "cpu"
+                factors = scales(self._plan.topology, wire_dtype, self._plan.predivide, local_sums)
+                self._routes[wire_dtype][algorithm.name] = Route.build(algorithm, self._transport, factors)
         return self._routes[wire_dtype]
-
-    def _scales(self, algorithm: Algorithm, wire_dtype: torch.dtype) -> Scales:
-        local_sums = algorithm.has_local_sums and self._device.type == "cpu"
-        return scales(self._plan.topology, wire_dtype, self._plan.predivide, local_sums)
 
     def _open_arena(self, groups: ProcessGroups, shared_bytes: int) -> SharedArena | None:
         """Shared memory for the ranks of this rank's group, if they are on one node and the plan uses groups."""

@@ -1,9 +1,9 @@
 """Memory that the ranks of a group on one node share: gradients cross a node without passing through sockets.
 
     leader     [ gradients | sums ]      each member writes gradients into its own area and sums into the leader's, and
-    member 1   [ gradients ]             reads those of all; a pipe from each to each signals that something is ready
+    member 1   [ gradients ]             reads all of them; a pipe from each to each signals that something is ready
 
-The memory is anonymous: it has no name that could be left behind, and goes with the last process that maps it.
+The memory is anonymous: it has no name that could be left behind, and is freed with the last process that maps it.
 """
 
 import os
@@ -29,7 +29,7 @@ _NUMBER = struct.Struct("=q")
 
 @dataclass(frozen=True)
 class Signal:
-    """What a member sends when it is ready with a piece."""
+    """A member's message that it is ready with a piece, to be waited for."""
 
     pipes: "ReadyPipes"
     place: int
@@ -44,7 +44,7 @@ class ReadyPipes:
     """A pipe from every member to every other that carries the numbers of pieces, in order: "my area is ready".
 
     A pipe costs a fraction of a message by socket, and closes by itself when its writer dies, so a reader that waits
-    learns of that at once. The thread of one stage writes to a pipe and the thread of the next reads: none has a lock.
+    learns of that at once. There is no lock: only the thread of one stage writes, and only that of the next one reads.
     """
 
     def __init__(self, members: Members, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class ReadyPipes:
         self._read: dict[int, int] = {}
         self._write: dict[int, int] = {}
         self._lent: dict[int, int] = {}
-        """Write ends of the pipes to this rank, until their writers have opened them by path."""
+        """Write ends of the pipes to this rank, which stay open until their writers have opened them by path."""
 
     def make(self) -> None:
         """Makes the pipes to this rank; `paths` tells each other member where to open its end."""
@@ -82,12 +82,12 @@ class ReadyPipes:
             raise self._gone(place) from None
 
     def signal_others(self, number: int) -> None:
-        """Tells all other members."""
+        """Tells all other members that this rank is ready with a piece."""
         for place in self._members.others:
             self.signal(place, number)
 
     def signals_from(self, places: Sequence[int], number: int) -> list[tuple[int, Signal]]:
-        """The signals to wait for, each with its rank."""
+        """The signals of these members for a piece, to be waited for, each with its rank."""
         return [(self._members.ranks[place], Signal(self, place, number)) for place in places]
 
     def wait_for(self, place: int, number: int) -> None:
@@ -130,13 +130,14 @@ class Slot:
 
 
 class SharedArena:
-    """The areas of a group's members, from which every member hands out the same stretches in the same order.
+    """The areas of a group's members. Every member places the same buckets, in the same order, in the same stretches.
 
-    It saves the copies and the sockets that messages between processes of one node cost. Steps take turns at the two
-    halves of an area: DDP still copies results of a step out of its half while the next step begins, and a step finds
+    It saves the copies and the sockets that messages between processes of one node cost. Steps use the two halves of an
+    area in turn: DDP still copies results of a step out of its half while the next step begins. And each step gets
     memory that an earlier one has touched, which matters because the first touch of a page is slow.
 
-    The main thread places buckets; the stages read and write the stretches that they are given; the last stage closes.
+    The main thread opens the arena and places buckets; the threads of the stages read and write the stretches of their
+    pieces; the thread of the last stage closes the arena.
     """
 
     def __init__(self, areas: list[Tensor], members: Members, inward: ReadyPipes, outward: ReadyPipes) -> None:
@@ -149,14 +150,17 @@ class SharedArena:
 
     @classmethod
     def open(cls, members: Members, num_bytes: int, timeout_s: float) -> "SharedArena | None":
-        """Maps the areas of all members, or None on all of them if one cannot (no common process namespace, say)."""
+        """Maps the areas of all members; None on all of them if one cannot, as without a common process namespace.
+
+        A collective call of the group. Members that failed take part to its end, so that nobody waits for them.
+        """
         num_bytes = _aligned(num_bytes)
         inward, outward = ReadyPipes(members, timeout_s), ReadyPipes(members, timeout_s)
         descriptor = file_in_memory("fourmin")
         path, token = "", os.urandom(TOKEN_BYTES)
         areas: list[Tensor] = []
         try:
-            with suppress(OSError):  # without a path no member can map the area, and all do without
+            with suppress(OSError):  # the path then stays empty, so no member can map the area and all use messages
                 inward.make()
                 outward.make()
                 if descriptor is not None:
@@ -186,7 +190,7 @@ class SharedArena:
         """Closes the pipes; the memory goes with the last tensor of others that lies in it."""
         self.inward.close()
         self.outward.close()
-        # Whoever holds the arena may be garbage that waits to be collected for long.
+        # What still refers to the arena may be garbage that is collected much later.
         self._gradients.clear()
         del self._sums
         self._placed.clear()
@@ -196,9 +200,10 @@ class SharedArena:
     ) -> Slot | None:
         """The next stretch, once the buckets that used it are done; None if this one is larger than the area.
 
-        Every member places the same buckets in the same order, so they agree on stretches without a word. A bucket that
-        is done here was read by all others: its sums reached us only after they had read our gradients, and before a
-        member may write new sums it has heard from us about the new bucket, so we have read the old ones.
+        Every member places the same buckets in the same order, so they agree on stretches without a message. When a
+        bucket is done on this rank, its stretch may be written again: the sums came only after all members had read the
+        gradients of this rank. And a member writes new sums only after this rank has signalled the new bucket, which it
+        does after it has read the old sums.
         """
         num_bytes = numel * dtype.itemsize
         if num_bytes > self._num_bytes:
@@ -217,7 +222,7 @@ class SharedArena:
 
 
 def _mapped(files: list[tuple[str, bytes]], num_bytes: int) -> list[Tensor]:
-    """The files as tensors; OSError if one is missing or another file than the one that its owner meant."""
+    """The files as tensors; OSError if one is missing, or is not the file that its owner meant."""
     areas = []
     for path, token in files:
         # Ranks in process namespaces of their own may have equal process numbers: the token tells memory apart.

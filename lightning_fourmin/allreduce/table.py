@@ -5,8 +5,8 @@
     1,048,576   9.0           12.0     8.0   torus
     8,388,608  40.0           90.0    50.0   ring
 
-A table is computed from the cost model or measured by `fourmin tune`. A measured one is a CSV below a head of comments,
-which says for which topology and backend it is, and what else was found best there.
+A table is computed from the cost model, or measured by `fourmin tune` and kept in a file: a CSV below a head of
+comments, which says what topology and backend the table is for, and what else was found best there.
 """
 
 import csv
@@ -14,10 +14,11 @@ import io
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from lightning_fourmin.allreduce.algorithms import ALGORITHMS, Hierarchical, Ring, algorithm_of, usable_algorithms
 from lightning_fourmin.allreduce.buckets import MIB
@@ -38,26 +39,14 @@ def sizes_up_to(largest_bytes: int) -> list[int]:
 SIZES = tuple(sizes_up_to(64 * 1024 * 1024))
 """256 B to 64 MiB, the sizes that the cost model fills in."""
 CHUNK_BYTES = 1024 * 1024
-"""The smallest pieces that the cost model cuts buckets into; the largest are of the last of SIZES."""
+"""The smallest pieces that the cost model cuts buckets into; the largest have the last of SIZES."""
 MOST_FUSED_MB = 32.0
-"""By default: with larger buckets backward would have nearly nothing left to hide them behind."""
-HEAD_FIELDS = (
-    "topology_key",
-    "backend",
-    "source",
-    "group_size",
-    "chunk_bytes",
-    "fusion_mb",
-    "algorithm",
-    "made",
-    "fit",
-)
-"""Fields of a table that stand in the head of its file."""
+"""The largest default threshold: with larger buckets, too little of backward would be left to hide them behind."""
 SWITCH_GAIN = 0.25
 """What another algorithm must save, as shares of the time at each size added up, before a measured table takes it:
 small gains of an all-reduce alone were not seen again in training."""
 LATENCY_SHARE = 0.5
-"""What latency may add to the time that the bytes of a piece take between groups."""
+"""The share that latency may add to the time that the bytes of a piece take between groups."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +66,15 @@ class Row:
     @property
     def best(self) -> str:
         """The algorithm with the fewest milliseconds; of equal ones the first."""
-        return min(self.milliseconds, key=lambda algorithm: self.milliseconds[algorithm])
+        return min(self.milliseconds, key=self.milliseconds.__getitem__)
 
 
 @dataclass(frozen=True)
 class AllReduceTable:
-    """Rows by rising size for one topology and backend."""
+    """Rows by rising size for one topology and backend.
+
+    All fields but `rows` and the user's `switch_bytes` are also in the head of a table's file, in this order.
+    """
 
     topology_key: str
     backend: str
@@ -90,17 +82,17 @@ class AllReduceTable:
     """Where the milliseconds come from, for people: `cost model` or `measured ...`."""
     rows: tuple[Row, ...]
     switch_bytes: int | None = None
-    """Given by the user: hierarchical at or below, ring above."""
+    """The user's switch size: hierarchical at or below it, ring above."""
     group_size: int | None = None
-    """Found best by the tuner: ranks a group, where they are not the ranks of a node."""
+    """The ranks of a group that the tuner found best; None: the groups are the nodes."""
     chunk_bytes: int = CHUNK_BYTES
     """A bucket with more bytes on the wire goes in pieces (see `num_pieces`)."""
     fusion_mb: float | None = None
-    """Found best by steps of a net (`fourmin tune model=...`): the fusion threshold."""
+    """The fusion threshold with which steps of a net were the fastest (`fourmin tune model=...`)."""
     algorithm: str | None = None
-    """Found best by steps of a net: one algorithm for all sizes."""
+    """The algorithm with which, used for all sizes, steps of a net were the fastest."""
     made: str = ""
-    """Date and versions of what measured it."""
+    """The date of the measurement, and the versions of the packages that made it."""
     fit: str = ""
     """The links that fit the times, and how well, for people."""
 
@@ -116,18 +108,17 @@ class AllReduceTable:
             choices.add(self._choices[above - 1])
         if len(choices) == 1:
             return choices.pop()
-        expected = self.expected_ms(num_bytes)
-        return min(self.algorithms, key=lambda algorithm: expected[algorithm])
+        return min(self.algorithms, key=self.expected_ms(num_bytes).__getitem__)
 
     @cached_property
     def _choices(self) -> tuple[str, ...]:
-        """The choice at each row: the fastest; in measured tables another one only where that is no chance."""
+        """The choice at each row: the fastest, but a measured table switches only where the gain is no accident."""
         if any(row.spread_ms for row in self.rows):
             return _steady_choices([row.milliseconds for row in self.rows])
         return tuple(row.best for row in self.rows)
 
     def num_pieces(self, algorithm: str, num_bytes: int) -> int:
-        """Into how many pieces of nearly the same size a bucket is cut."""
+        """The number of pieces of nearly the same size that a bucket is cut into."""
         return max(1, -(-num_bytes // self.chunk_bytes)) if algorithm_of(algorithm).in_pieces else 1
 
     def expected_ms(self, num_bytes: int) -> dict[str, float]:
@@ -174,9 +165,9 @@ class AllReduceTable:
     def from_cost_model(
         cls, topology: Topology, backend: str, links: Links | None = None, algorithms: Sequence[str] | None = None
     ) -> "AllReduceTable":
-        """What the cost model says of some algorithms on some links.
+        """The table that the cost model computes for some algorithms on some links.
 
-        Without `links` those of the backend are taken as stated, without `algorithms` all that the topology can run.
+        The default `links` are the stated ones of the backend, the default `algorithms` all that the topology can run.
         """
         links = links or default_links(backend)
         names = algorithms or usable_algorithms(topology)
@@ -226,18 +217,19 @@ class AllReduceTable:
 
 
 def _steady_choices(times: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """A choice for each size: those with the least sum of the times' logarithms, if every switch costs SWITCH_GAIN."""
+    """A choice for each size: those with the least sum of the times' logarithms, if every switch costs SWITCH_GAIN.
+
+    This is a shortest path, found size by size: `costs` has the cheapest way to each algorithm at the size that was
+    reached, `origins` the algorithm from which it came there.
+    """
     costs = {name: math.log(ms) for name, ms in times[0].items()}
     origins: list[dict[str, str]] = []
     for at_size in times[1:]:
-        cheapest = min(costs, key=lambda name: costs[name])
-        stays = {name: costs[name] <= costs[cheapest] + SWITCH_GAIN for name in costs}
-        origins.append({name: name if stays[name] else cheapest for name in costs})
-        costs = {
-            name: (costs[name] if stays[name] else costs[cheapest] + SWITCH_GAIN) + math.log(ms)
-            for name, ms in at_size.items()
-        }
-    choices = [min(costs, key=lambda name: costs[name])]
+        cheapest = min(costs, key=costs.__getitem__)
+        switched = costs[cheapest] + SWITCH_GAIN
+        origins.append({name: name if cost <= switched else cheapest for name, cost in costs.items()})
+        costs = {name: min(costs[name], switched) + math.log(ms) for name, ms in at_size.items()}
+    choices = [min(costs, key=costs.__getitem__)]
     for origin in reversed(origins):
         choices.insert(0, origin[choices[0]])
     return tuple(choices)
@@ -249,7 +241,10 @@ def default_fusion_mb(topology: Topology, backend: str) -> float:
 
 
 def _chunk_bytes(rows: Sequence[Row], topology: Topology, links: Links) -> int:
-    """Every piece pays all latencies between groups: the more groups, the larger the pieces."""
+    """The smallest pieces for which latency is small: every piece pays all latencies between groups.
+
+    So the more groups there are, the larger the pieces.
+    """
 
     def pays(row: Row) -> bool:
         phases = algorithm_of(row.best).costs(row.num_bytes, topology, links)
@@ -267,8 +262,8 @@ def cached_table_path(topology: Topology, backend: str) -> Path:
 def write_table(table: AllReduceTable, path: Path) -> None:
     """Writes the table, complete or not at all; the choice in each line is for people and is not read back."""
     text = io.StringIO()
-    for name in HEAD_FIELDS:
-        if (value := getattr(table, name)) not in (None, ""):
+    for name in (one.name for one in fields(table)):
+        if name not in ("rows", "switch_bytes") and (value := getattr(table, name)) not in (None, ""):
             text.write(f"# {name}: {value}\n")
     writer = csv.writer(text, lineterminator="\n")
     names = list(table.rows[0].milliseconds)
@@ -276,11 +271,9 @@ def write_table(table: AllReduceTable, path: Path) -> None:
     quartiles = [f"{name}_{end}_ms" for name in spreads for end in ("low", "high")]
     writer.writerow(["bytes", *(f"{name}_ms" for name in names), "choice", *quartiles])
     for row in table.rows:
-        times = [row.milliseconds[name] for name in names]
-        ends = [ms for name in spreads for ms in row.spread_ms[name]]
-        writer.writerow(
-            [row.num_bytes, *(f"{t:.6g}" for t in times), table.choose(row.num_bytes), *(f"{t:.6g}" for t in ends)]
-        )
+        times = [f"{row.milliseconds[name]:.6g}" for name in names]
+        ends = [f"{ms:.6g}" for name in spreads for ms in row.spread_ms[name]]
+        writer.writerow([row.num_bytes, *times, table.choose(row.num_bytes), *ends])
     write_whole(path, text.getvalue())
 
 
@@ -297,24 +290,17 @@ def read_table(path: Path, topology: Topology, backend: str, any_groups: bool = 
         raise ValueError(f"table={str(path)!r} cannot be read: {error.strerror}") from error
     head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
     try:
-        chunk_bytes = int(head.get("chunk_bytes", CHUNK_BYTES))
-        if chunk_bytes < 1:
+        # A table that an older version wrote may lack any of these.
+        found: dict[str, Any] = {name: head[name] for name in ("algorithm", "made", "fit") if name in head}
+        for name, number in (("group_size", int), ("chunk_bytes", int), ("fusion_mb", float)):
+            if name in head:
+                found[name] = number(head[name])
+        if found.get("chunk_bytes", CHUNK_BYTES) < 1:
             raise ValueError("chunk_bytes must be at least 1")
-        if head.get("algorithm", Ring.name) not in ALGORITHMS or not float(head.get("fusion_mb", 1.0)) > 0:
+        if found.get("algorithm", Ring.name) not in ALGORITHMS or not found.get("fusion_mb", 1.0) > 0:
             raise ValueError("its algorithm is unknown or its fusion_mb not above 0")
         rows = [_parse(row) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
-        table = AllReduceTable(
-            head["topology_key"],
-            head["backend"],
-            head["source"],
-            _checked(rows),
-            group_size=int(head["group_size"]) if "group_size" in head else None,
-            chunk_bytes=chunk_bytes,
-            fusion_mb=float(head["fusion_mb"]) if "fusion_mb" in head else None,
-            algorithm=head.get("algorithm"),
-            made=head.get("made", ""),
-            fit=head.get("fit", ""),
-        )
+        table = AllReduceTable(head["topology_key"], head["backend"], head["source"], _checked(rows), **found)
     except (AttributeError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise ValueError(
             f"table={str(path)!r} is not an all-reduce table ({type(error).__name__}: {error}): measure a new one"

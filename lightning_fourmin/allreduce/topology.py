@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate, groupby, zip_longest
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,17 @@ class Topology:
             raise ValueError(
                 f"group_size must be at least 1, got {group_size}: leave it out to use the ranks of a node"
             )
-        by_node: dict[int, list[int]] = {}
-        for rank, node in enumerate(node_of):
-            by_node.setdefault(node, []).append(rank)
+        # Node by node, because a launcher may number ranks across nodes (0 2 on one, 1 3 on the other).
+        line = sorted(range(len(node_of)), key=node_of.__getitem__)
         if group_size is None:
-            groups = [tuple(by_node[node]) for node in sorted(by_node)]
+            groups = [tuple(ranks) for _, ranks in groupby(line, key=node_of.__getitem__)]
         else:
-            line = [rank for node in sorted(by_node) for rank in by_node[node]]
             groups = [tuple(line[i : i + group_size]) for i in range(0, len(line), group_size)]
         return cls(tuple(node_of), tuple(groups))
 
     @classmethod
     def from_key(cls, key: str) -> "Topology":
-        """The topology of a `key`, with ranks numbered node by node; ValueError if the text is no key."""
+        """The topology that has this `key`, with ranks numbered node by node; ValueError if the text is not a key."""
         found = re.fullmatch(r"nodes([\dx+]+)_groups([\dx+]+)", key)
         if found is None:
             raise ValueError(f"{key!r} is not the key of a topology, such as nodes2x4_groups2x4")
@@ -112,14 +110,8 @@ class Topology:
 
 
 def _counts(sizes: list[int]) -> str:
-    """Sizes in order, runs of equal ones as `count x size`, so that a thousand nodes still make a short name."""
-    runs: list[tuple[int, int]] = []
-    for size in sizes:
-        if runs and runs[-1][1] == size:
-            runs[-1] = (runs[-1][0] + 1, size)
-        else:
-            runs.append((1, size))
-    return "+".join(f"{count}x{size}" for count, size in runs)
+    """Sizes in order, each run of equal ones as `{count}x{size}`, so that a thousand nodes still make a short name."""
+    return "+".join(f"{len(list(run))}x{size}" for size, run in groupby(sizes))
 
 
 def _sizes(counts: str) -> list[int]:
