@@ -41,13 +41,11 @@ def decimals(number: float, num_digits: int) -> int:
 
 def readable_size(num_bytes: float) -> str:
     """Bytes with four significant digits: `256 B`, `2 MiB`, `1.465 MiB`."""
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    for unit in ("KiB", "MiB"):
-        num_bytes /= 1024
+    for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"
-    return f"{num_bytes / 1024:.4g} GiB"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,17 +14,7 @@ from lightning_fourmin.report.sections import learning, precision, throughput
 from lightning_fourmin.runs.metrics import read_metrics, resumed_steps, summary_so_far
 from lightning_fourmin.runs.record import RunRecord, Summary
 from lightning_fourmin.svg import THEME
-from lightning_fourmin.text import (
-    duration,
-    grouped,
-    moment,
-    percent,
-    plural,
-    printable,
-    readable_size,
-    rounded,
-    whole,
-)
+from lightning_fourmin.text import duration, grouped, moment, percent, plural, printable, readable_size, rounded, whole
 from lightning_fourmin.tune.plot import algorithms_in
 
 if TYPE_CHECKING:

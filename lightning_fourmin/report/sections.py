@@ -63,7 +63,7 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
         rises = skipped.steps[np.diff(skipped.values, prepend=0) > 0]
         lines.append(Line("a step was skipped", scale.at(rises), ALARM, style="dots"))
     # The scale is a power of two that is doubled and halved.
-    chart = line_chart("loss-scale", "Loss scale", lines, log_base=2, marked_steps=resumed_steps(metrics))
+    chart = line_chart("loss-scale", "Loss scale", lines, powers_of_two=True, marked_steps=resumed_steps(metrics))
     return Section("Precision", (text,), _drawn(chart))
 
 
