@@ -42,7 +42,7 @@ class Cluster:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Cluster":
-        """Reads the content of a file of conf/cluster; an error names the field."""
+        """The cluster that the content of a file of conf/cluster describes; an error names the field."""
         fields = _Fields(config, f"cluster {config.get('name', 'without a name')!r}")
         links = Links(
             fields.link("inside"),
@@ -64,8 +64,8 @@ class Cluster:
     def measured(self, path: Path) -> tuple["Cluster", AllReduceTable]:
         """This cluster with what a table of `fourmin tune` tells about it, and that table.
 
-        Ranks a node and the backend are those of the table, and links are fitted to its times. A link that the ranks
-        of the table did not use stays as it is.
+        The number of ranks on a node and the backend are those of the table, and links are fitted to its times. A link
+        that the ranks of the table did not use stays as it is.
         """
         table, topology = _read(path)
         num_ranks_of_nodes = {topology.node_of.count(node) for node in topology.node_of}
@@ -74,11 +74,11 @@ class Cluster:
                 f"table={path} is of nodes with {sorted(num_ranks_of_nodes)} ranks: a plan needs nodes alike"
             )
         fit = fit_links(table, topology)
-        kept: dict[str, Any] = {
-            name: getattr(self.links, name) for name in ("inside", "inside_backend") if name not in fit.fitted
-        }
-        if "between" not in fit.fitted:  # the table is of one node
-            kept |= {"between": self.links.between, "num_nics": self.links.num_nics}
+        names = [name for name in ("inside", "inside_backend", "between") if name not in fit.fitted]
+        if "between" in names:
+            # The table is of one node.
+            names.append("num_nics")
+        kept: dict[str, Any] = {name: getattr(self.links, name) for name in names}
         cluster = replace(
             self,
             name=f"{path.name} ({fit})",
@@ -102,7 +102,7 @@ class Cluster:
 
 @cache
 def _topology(num_ranks: int, ranks_per_node: int, group_size: int | None) -> Topology:
-    # Cached, because a search asks for the same thousands of ranks again and again.
+    """A topology of full nodes, kept because a search asks for the same thousands of ranks again and again."""
     return Topology.build([rank // ranks_per_node for rank in range(num_ranks)], group_size)
 
 
@@ -169,10 +169,10 @@ class _Fields:
     def reference(self) -> Reference:
         """The reference model with its throughput."""
         model = str(self.value("reference.model"))
-        known = self._config["reference"].get("fp32_samples_per_s") is not None
+        fp32_is_known = self._config["reference"].get("fp32_samples_per_s") is not None
         return Reference(
             model,
             self.whole("reference.batch_size"),
             self.positive("reference.samples_per_s"),
-            self.positive("reference.fp32_samples_per_s") if known else None,
+            self.positive("reference.fp32_samples_per_s") if fp32_is_known else None,
         )

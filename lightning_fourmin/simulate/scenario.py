@@ -1,4 +1,4 @@
-"""A scenario: a net on a cluster with the settings of the strategy. It predicts a step, and variations are compared.
+"""A scenario: a net on a cluster with the settings of the strategy, the step it predicts, and variations of it.
 
 Scenario  --plan-->  CommPlan, as the strategy would decide it  --step-->  Step, simulated  --prediction-->  T = S N e
 """
@@ -61,7 +61,7 @@ class Scenario:
     group_size: int | None = None
     switch_mb: float | None = None
     chunk_bytes: int | None = None
-    """Larger buckets go in pieces of about this size; None takes the size that the table says."""
+    """The size of the pieces in which larger buckets are sent, roughly; None takes the size that the table says."""
     wire_dtype: torch.dtype = torch.float32
     stragglers: Stragglers = field(default_factory=Stragglers)
     measured: AllReduceTable | None = field(default=None, repr=False)
@@ -108,21 +108,20 @@ class Scenario:
             names = ", ".join((HYBRID, *ALGORITHMS, *PREDICTED))
             raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {names}")
         measured = self.measured
-        known = () if measured is None else (HYBRID, *measured.rows[0].milliseconds)
-        if measured is not None and measured.topology_key == topology.key and self.algorithm in known:
+        if (
+            measured is not None
+            and measured.topology_key == topology.key
+            and self.algorithm in (HYBRID, *measured.rows[0].milliseconds)
+        ):
             # The groups of the scenario are those of the table already.
             return replace(measured, group_size=None)
         return AllReduceTable.from_cost_model(topology, backend, links)
 
-    @property
-    def comm_costs(self) -> CommCosts:
-        """What communication costs on the cluster."""
-        return CommCosts(self.cluster.links, self.cluster.host)
-
     @cached_property
     def step(self) -> Step:
         """The simulated step; with stragglers the mean of several."""
-        return simulate_with(self.stragglers, self.profile, self.plan, self.comm_costs)
+        comm_costs = CommCosts(self.cluster.links, self.cluster.host)
+        return simulate_with(self.stragglers, self.profile, self.plan, comm_costs)
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -181,15 +180,15 @@ def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
     cannot run becomes the hierarchical one, and at least one rank is waited for.
     """
     curve = []
-    num_ranks = 1
-    while num_ranks <= most_ranks:
+    for num_ranks in (2**power for power in range(most_ranks.bit_length())):
         group_size = scenario.group_size if (scenario.group_size or 0) <= num_ranks else None
         topology = scenario.cluster.topology(num_ranks, group_size)
         usable = scenario.algorithm not in ALGORITHMS or ALGORITHMS[scenario.algorithm].usable(topology)
         algorithm = scenario.algorithm if usable else Hierarchical.name
         backups = min(scenario.stragglers.num_backups, num_ranks - 1)
         stragglers = replace(scenario.stragglers, num_backups=backups)
-        variant = replace(scenario, num_ranks=num_ranks, group_size=group_size, algorithm=algorithm)
-        curve.append(replace(variant, stragglers=stragglers).prediction)
-        num_ranks *= 2
+        variant = replace(
+            scenario, num_ranks=num_ranks, group_size=group_size, algorithm=algorithm, stragglers=stragglers
+        )
+        curve.append(variant.prediction)
     return curve
