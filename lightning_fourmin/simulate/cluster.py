@@ -18,13 +18,13 @@ from lightning_fourmin.simulate.roofline import Device
 
 @dataclass(frozen=True)
 class Reference:
-    """The published throughput of one model on one device; those of other models follow from FLOPs and bytes."""
+    """The published throughput of one model on one device; that of other models follows from FLOPs and bytes."""
 
     model: str
     batch_size: int
     samples_per_s: float
     fp32_samples_per_s: float | None
-    """The throughput in FP32, if it is known; `samples_per_s` is that with 16-bit tensors."""
+    """The throughput in FP32, if it is known; `samples_per_s` is the throughput with 16-bit tensors."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Cluster:
     ranks_per_node: int
     links: Links
     host: Link | None
-    """What an all-reduce costs the cores that compute, where ranks are on CPU."""
+    """The time that an all-reduce takes from the cores that compute, as latency and rate; None if ranks are on GPUs."""
     device: Device
     reference: Reference | None
 
@@ -89,9 +89,7 @@ class Cluster:
         return cluster, table
 
     def topology(self, num_ranks: int, group_size: int | None = None) -> Topology:
-        """Who is where with so many ranks: every node is full but the last; groups are the nodes by default."""
-        if num_ranks < 1:
-            raise PlanError(f"num_ranks={num_ranks} must be at least 1")
+        """The topology of so many ranks: every node but the last is full, and each node is a group by default."""
         if group_size is not None and not 1 <= group_size <= num_ranks:
             raise PlanError(
                 f"group_size={group_size} does not fit into num_ranks={num_ranks}: choose 1 to {num_ranks}, or leave "
@@ -107,7 +105,7 @@ def _topology(num_ranks: int, ranks_per_node: int, group_size: int | None) -> To
 
 
 def _read(path: Path) -> tuple[AllReduceTable, Topology]:
-    """A table, and the topology that its head names."""
+    """The table in a file, and the topology that the head of the file names."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -133,7 +131,7 @@ class _Fields:
         self._config, self._where = config, where
 
     def value(self, path: str) -> Any:
-        """Any value that is there."""
+        """The value of a field of any type, which must not be missing."""
         found: Any = self._config
         for name in path.split("."):
             found = found.get(name) if isinstance(found, Mapping) else None

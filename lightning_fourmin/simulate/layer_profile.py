@@ -25,7 +25,7 @@ from lightning_fourmin.tune.step_trial import sum_of
 NUM_WARMUP = 2
 """The first steps of a measurement, which do not count."""
 ARGUMENT_ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
-"""What a module raises whose constructor or forward gets arguments that it is not for."""
+"""The errors that a module's constructor or forward raises if it gets arguments that it does not take."""
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -43,17 +43,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of one step of one rank without communication."""
+    """The times of one step of one rank that does not communicate."""
 
     gradients: tuple[Gradient, ...]
-    """In the order in which backward has them ready."""
+    """The gradients in the order in which backward has them ready."""
     forward_s: float
     backward_s: float
     update_s: float
     """The time of the optimizer's step, and of whatever else lies between the last gradient and the next forward."""
     batch_size: int
     source: str
-    """Where the times come from, for people."""
+    """A text for people on where the times come from."""
 
     @property
     def compute_s(self) -> float:
@@ -168,7 +168,7 @@ def record(module: nn.Module, inputs: Tensor | Sequence[Any], loss: Loss | None,
 
 
 def profile_of(steps: Sequence[Marks], update_s: float, module: nn.Module, batch_size: int, source: str) -> Profile:
-    """The profile that several recorded steps give: the medians of their marks, which are seconds."""
+    """The profile of several recorded steps, whose marks are in seconds: the medians of their times."""
     num_bytes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
     missing = sorted(num_bytes.keys() - {name for name, _ in steps[0].gradients})
     if missing or not num_bytes:
@@ -196,7 +196,7 @@ def profile_of(steps: Sequence[Marks], update_s: float, module: nn.Module, batch
 
 
 def input_error(module: nn.Module, sample_shape: Sequence[int], error: Exception) -> PlanError:
-    """The error for an input that a module cannot be trained with; `error` is what the module raised."""
+    """An error for users whose module cannot be trained with an input; `error` is the one that the module raised."""
     return PlanError(
         f"{type(module).__name__} cannot be trained with an input of {list(sample_shape)} ({error}): check input_shape"
     )

@@ -26,12 +26,12 @@ EVERY_GRADIENT_ALONE_MB = 1e-9
 
 @dataclass(frozen=True)
 class Prediction:
-    """T = S * N * e, and where the time of a step goes."""
+    """The factors of T = S * N * e, and where the time of a step goes."""
 
     S: float
-    """Samples a second of one rank without communication."""
+    """Samples a second of one rank that does not communicate."""
     N: int
-    """Ranks."""
+    """The number of ranks."""
     e: float
     """The efficiency: T as a share of S * N."""
     T: float
@@ -41,7 +41,7 @@ class Prediction:
     comm_ms: float
     """Time with at least one bucket in flight."""
     exposed_ms: float
-    """What communication adds to the step."""
+    """The time that communication adds to the step."""
     num_buckets: int
     algorithms: tuple[str, ...]
     """The algorithms of all buckets, by name."""
@@ -81,7 +81,7 @@ class Scenario:
 
     @cached_property
     def plan(self) -> CommPlan:
-        """The plan that the strategy would decide on such ranks."""
+        """The plan that the strategy would decide on the ranks of the scenario."""
         topology, table = self.topology, self._table()
         if self.chunk_bytes is not None:
             table = replace(table, chunk_bytes=self.chunk_bytes)
@@ -119,7 +119,7 @@ class Scenario:
 
     @cached_property
     def step(self) -> Step:
-        """The simulated step; with stragglers the mean of several."""
+        """The simulated step, which with stragglers has the mean length of several."""
         comm_costs = CommCosts(self.cluster.links, self.cluster.host)
         return simulate_with(self.stragglers, self.profile, self.plan, comm_costs)
 
@@ -153,7 +153,7 @@ class TrainingTime:
 
 
 def training_time(scenario: Scenario, epochs: int, num_samples: int) -> TrainingTime:
-    """How long epochs of so many samples take, in whole steps of the global batch.
+    """How long `epochs` epochs of `num_samples` samples take, in whole steps of the global batch.
 
     The samples that fill no step at the end of an epoch count into the next epoch.
     """
@@ -177,7 +177,7 @@ def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
     """Predictions for 1, 2, 4 ... ranks.
 
     Few ranks do not allow every setting: groups that are larger than all ranks become the nodes, an algorithm that
-    cannot run becomes the hierarchical one, and at least one rank is waited for.
+    cannot run becomes the hierarchical one, and backup workers are so few that one rank is left to wait for.
     """
     curve = []
     for num_ranks in (2**power for power in range(most_ranks.bit_length())):
