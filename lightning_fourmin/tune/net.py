@@ -76,7 +76,7 @@ def tune_net(
     The last line is the sentence on whether fourmin helps.
     """
     parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    # A step takes as long at any rate. At a rate of 0 the weights stay, so no loss can become infinite.
+    # The time of a step does not depend on the learning rate. At 0 the weights stay, so no loss becomes infinite.
     optimizer = torch.optim.SGD([parameter for _, parameter in parameters], lr=0.0, momentum=0.9)
 
     def step(wrapped: nn.Module, batch: Tensor) -> None:
