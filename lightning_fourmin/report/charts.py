@@ -13,7 +13,7 @@ import numpy as np
 from lightning_fourmin.allreduce.table import Row
 from lightning_fourmin.runs.metrics import Series
 from lightning_fourmin.runs.record import TableRecord
-from lightning_fourmin.svg import INK, MUTED, SERIES, VARIABLES, style, tick_label, to_svg
+from lightning_fourmin.svg import MUTED, SERIES, VARIABLES, style, tick_label, to_svg
 from lightning_fourmin.text import plural
 from lightning_fourmin.tune.plot import algorithms_in, plot_rows
 
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 372, 216
-"""The size in CSS pixels: about a column on a desk and the width of a phone, so that text has its size on both."""
+"""The size of a chart in CSS pixels: a column of the page on a desk, and the width of a phone, so that text on both has
+the size that it was drawn with."""
 LineStyle = Literal["line", "dashes", "dots"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A logged value as it is drawn."""
+    """A curve: a logged value and how it is drawn."""
 
     label: str
     series: Series
-    color: str = INK
+    color: str
     style: LineStyle = "line"
     in_key: bool = True
 

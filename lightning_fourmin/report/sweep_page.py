@@ -60,7 +60,7 @@ def write_sweep(folder: Path) -> Path:
 
 
 def _job_colors(jobs: list[Job]) -> dict[int, str]:
-    """A colour for each job; where there are more jobs than colours, the best jobs get one and the others are faint."""
+    """A colour for each job by number. If jobs are more than colours, the best get one and the others are faint."""
     order = sorted(jobs, key=lambda job: -(job.summary.top1 or 0.0)) if len(jobs) > len(SERIES) else jobs
     colored = sorted(job.number for job in order[: len(SERIES)])
     return {job.number: FAINT for job in jobs} | dict(zip(colored, SERIES, strict=False))
