@@ -67,9 +67,9 @@ def _job_colors(jobs: list[Job]) -> dict[int, str]:
 
 
 def _table(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
-    """The headings after job and status, and the texts of each job below them; an empty text where there is no value.
+    """The headings after job and status, and for each job the texts below them, which are empty for missing values.
 
-    They are the settings that differ, the figures that at least one job has, and the time.
+    The columns are the settings that differ, the figures that at least one job has, and the time.
     """
     keys, figures = differing_keys(jobs), [asdict(job.summary) for job in jobs]
     shown = {name: form for name, form in _FIGURES.items() if any(one[name] is not None for one in figures)}
@@ -98,7 +98,7 @@ def _outcome(jobs: list[Job]) -> str:
 
 
 def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
-    """The charts with a curve of each job; faint jobs are drawn first, so that they lie behind, and have no key."""
+    """The charts, with a curve for each job. Faint jobs have no key, and are drawn first so that they lie behind."""
     numbered = {job.number: job.metrics for job in sorted(jobs, key=lambda job: colors[job.number] != FAINT)}
 
     def lines(column: str) -> list[Line]:

@@ -49,16 +49,16 @@ def checkpoint_to_resume(resume: bool | str | int | None, folder: Path) -> Path 
     does to the folder before all ranks train changes the answer: it only sets aside what no rank resumes from.
 
     Args:
-        resume: the option of the command. True, which scripts use, names the newest run beside `folder`.
+        resume: the option of the command. True names the newest run beside `folder`, which suits scripts.
         folder: the folder of the run, which may not exist.
     """
     own = saved(folder)
     if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
-        # After a warning, or because a node has failed.
+        # SLURM queues a job again after it has warned it, or because a node has failed.
         hint = "" if own else f": it begins afresh, {folder} has no checkpoint; give all starts one run_dir"
         say(f"SLURM has queued this job again{hint}")
         if own:
-            resume = None  # the option was for the first start
+            resume = None  # The option was meant for the first start.
     if resume is False or not (candidates := _candidates(resume, folder, own)):
         return None
     afresh = "" if candidates is not own else " (resume=false begins afresh)"
@@ -71,14 +71,14 @@ def checkpoint_to_resume(resume: bool | str | int | None, folder: Path) -> Path 
 
 
 def _candidates(resume: bool | str | int | None, folder: Path, own: list[Path]) -> list[Path]:
-    """The checkpoints to try, the first one before the others; `own` are those of the folder."""
+    """The checkpoints to try, in this order; `own` are those of the folder."""
     if resume is None:
         return own
     if resume is True:
         if found := own or _of_newest_runs(folder.parent):
             return found
         raise ConfigError(f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first")
-    path = Path(str(resume))  # the folders of a sweep's jobs have numbers as names
+    path = Path(str(resume))  # A job of a sweep has a number as its folder's name, which Hydra reads as one.
     if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
         return [path]
     if own:
@@ -153,7 +153,7 @@ def metrics_files(folder: Path) -> list[Path]:
 def make_room(folder: Path, resumed: Path | None) -> None:
     """Prepares `folder` for a start that resumes from the run in the folder `resumed`, or that begins if it is None.
 
-    Lightning's logger wants to find no file of curves. A run that resumes from another folder takes the curves along
+    Lightning's logger wants to find no file of curves. A run that resumes from another folder copies the curves
     that it finds there. A run that does not resume from its own folder sets aside what another run has left in it, so
     that nobody takes the files of one for those of the other.
     """

@@ -19,7 +19,7 @@ Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Series:
-    """One logged value by rising step; values that are not finite are counted, not kept."""
+    """The values of one column in the order of their steps; those that are not finite are counted, not kept."""
 
     steps: Array
     values: Array
@@ -63,7 +63,7 @@ _Columns = dict[str, dict[int, float]]
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Every column with at least one number, by name; empty where nothing was logged.
+    """Every column with at least one number, by name; none if nothing was logged.
 
     A run that was resumed has a file for each time it was started. A file counts up to the step from which the
     next one resumed, because the steps after it were done again. A start that did not resume makes a new run.
@@ -117,7 +117,7 @@ _MEDIAN = {
 
 
 def _read(path: Path) -> _Columns:
-    """The columns of one file but for that of the steps."""
+    """The columns of one file, without that of the steps."""
     text = path.read_text()
     # A run that is still going may be writing its last line, and half a number is a wrong number.
     rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))

@@ -28,7 +28,7 @@ FORMAT = 1
 PACKAGES = ("lightning-fourmin", "torch", "lightning", "torchmetrics", "webdataset", "hydra-core", "numpy")
 """The packages whose versions are recorded, beside that of Python."""
 Status = Literal["running", "done", "failed", "interrupted", "preempted"]
-"""A run that Ctrl-C has ended is interrupted, one that SIGTERM has ended is preempted."""
+"""The state of a run. Ctrl-C makes it interrupted, SIGTERM makes it preempted."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,12 @@ def _parse_fields(kind: Any, content: dict[str, Any], prefix: str) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that matter."""
+    """The versions of Python and of PACKAGES."""
     return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
 
 
 def hardware() -> Hardware:
-    """The hardware of this machine; its GPUs only where this process computes on them."""
+    """The hardware of this machine, with its GPUs only if this process computes on them."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Asking for names makes a context on each GPU, which only a process that computes there should have.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0

@@ -107,7 +107,7 @@ def measure_profile(
     replica = copy.deepcopy(module).train()
     parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     device = parameters[0].device.type if parameters else "cpu"
-    made = None if optimizer is None or not parameters else optimizer(parameters)
+    copy_optimizer = None if optimizer is None or not parameters else optimizer(parameters)
     mark: Callable[[], Any] = time.perf_counter
     seconds: Callable[[Any, Any], float] = _host_seconds
     if device == "cuda":
@@ -117,8 +117,8 @@ def measure_profile(
         for _ in range(NUM_WARMUP + repetitions):
             before_step()
             marks = record(replica, inputs, loss, mark)
-            if made is not None:
-                made.step()
+            if copy_optimizer is not None:
+                copy_optimizer.step()
             updated = mark()
             replica.zero_grad()
             # Only now: asking for seconds lets the host wait for the device, which would lengthen the step.
