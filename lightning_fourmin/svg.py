@@ -77,7 +77,7 @@ SETTINGS: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
     "svg.fonttype": "none",
-    # The same figure gives the same bytes.
+    # With a fixed salt for ids the same figure gives the same bytes.
     "svg.hashsalt": "fourmin",
     "text.parse_math": False,
     "text.color": INK,
@@ -97,7 +97,7 @@ _FONT_FAMILY = re.compile(r"font-family:[^;]*;?")
 
 
 def style() -> AbstractContextManager[None]:
-    """Sets SETTINGS while a figure is made, drawn and turned into SVG."""
+    """A context with SETTINGS, in which a figure is made, drawn and turned into SVG."""
     import matplotlib
 
     return matplotlib.rc_context(SETTINGS)
@@ -112,7 +112,7 @@ def wide_figure(height: float, num_columns: int = 1, **ratios: Any) -> tuple["Fi
 
 
 def log_axes(axes: "Axes", x_base: int | None = None, y_base: int | None = None) -> None:
-    """Makes the axes that have a base logarithmic, with plain numbers at their ticks: no text is a formula."""
+    """Makes each axis with a base logarithmic. Its ticks have plain numbers, because no text is parsed as a formula."""
     for base, axis, set_scale in ((x_base, axes.xaxis, axes.set_xscale), (y_base, axes.yaxis, axes.set_yscale)):
         if base is not None:
             set_scale("log", base=base)
@@ -131,8 +131,8 @@ def tick_label(value: float) -> str:
 def to_svg(figure: "Figure", name: str, label: str, standalone: bool = False) -> str:
     """The figure as an `<svg>` element, described by `label`, that follows the theme of the page around it.
 
-    Every id in it begins with `name`, so that the pictures of one page do not clash. With `standalone` the element is a
-    whole file: it brings THEME and its background along.
+    Every id in the element begins with `name`, so that ids of different pictures on a page differ. With `standalone`
+    the text is a whole file, which has THEME and a background of its own.
     """
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
@@ -142,7 +142,8 @@ def to_svg(figure: "Figure", name: str, label: str, standalone: bool = False) ->
             # Matplotlib's own style sheet would apply to everything on the page.
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
                 parent.remove(child)
-    used_ids = {link for element in root.iter() for link in _links(element)}
+    references = (element.get(attribute, "") for element in root.iter() for attribute in (_LINK, "clip-path"))
+    used_ids = {used_id for reference in references for used_id in _REFERENCE.findall(reference)}
     for element in root.iter():
         _adapt(element, name, used_ids)
     del root.attrib["width"], root.attrib["height"]
@@ -155,12 +156,6 @@ def to_svg(figure: "Figure", name: str, label: str, standalone: bool = False) ->
     # ASCII with character references reads the same in every encoding.
     text: str = ET.tostring(root, encoding="us-ascii", xml_declaration=standalone).decode()
     return text
-
-
-def _links(element: ET.Element) -> list[str]:
-    """The ids that an element refers to."""
-    places = (element.get(_LINK, ""), element.get("clip-path", ""))
-    return [link for place in places for link in _REFERENCE.findall(place)]
 
 
 def _adapt(element: ET.Element, name: str, used_ids: set[str]) -> None:

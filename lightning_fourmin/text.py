@@ -28,7 +28,7 @@ def whole(number: float) -> str:
 
 
 def rounded(number: float) -> str:
-    """A number with three significant digits, and with an exponent only where people would write one."""
+    """A number with three significant digits, and with an exponent where it is very small or very large."""
     if number and not 1e-4 <= abs(number) < 1e6:
         return f"{number:.2e}"
     return f"{number:,.{decimals(number, 3)}f}"
@@ -41,13 +41,11 @@ def decimals(number: float, num_digits: int) -> int:
 
 def readable_size(num_bytes: float) -> str:
     """Bytes with four significant digits: `256 B`, `2 MiB`, `1.465 MiB`."""
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    for unit in ("KiB", "MiB"):
-        num_bytes /= 1024
+    for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"
-    return f"{num_bytes / 1024:.4g} GiB"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,7 +54,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Rising ranks, with a range for neighbours: `ranks 1, 4-7`."""
+    """Ranks in rising order as text, with a range for neighbours: `ranks 1, 4-7`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -64,7 +62,7 @@ def rank_list(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     names = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'' if runs == [[runs[0][0]] * 2] else 's'} {names}"
+    return f"rank{'' if names.isdigit() else 's'} {names}"
 
 
 def duration(seconds: float) -> str:
@@ -84,7 +82,7 @@ def moment(text: str) -> str:
 
 
 def grouped(names: Sequence[str]) -> str:
-    """Names in a row, equal ones once with their number: `2 x NVIDIA H100`."""
+    """Names as a list; a name that comes several times is there once, with their number: `2 x NVIDIA H100`."""
     return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in Counter(names).items())
 
 

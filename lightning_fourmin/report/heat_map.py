@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The picture and what its frame says."""
+    """The picture of the ratios and the texts around it."""
 
     rows: tuple[Row, ...]
     picture: str
@@ -50,7 +50,7 @@ class HeatMap:
 
     @property
     def num_decimals(self) -> int:
-        """Decimals that suit the least ratio, for all ratios, so that their points stand below each other."""
+        """The number of decimals of all ratios: as many as the least ratio needs, so that columns of them align."""
         return min(max(decimals(self.least, 1), 2), 9)
 
     @property
@@ -69,7 +69,7 @@ def trust_ratio_map(metrics: Metrics) -> HeatMap | None:
 
     steps = np.unique(np.concatenate([one.steps for one in columns.values()]))
     edges = np.array([part[0] for part in np.array_split(steps, min(MOST_COLUMNS, len(steps)))])
-    # A ratio multiplies the learning rate, so the same distance in colour stands for the same factor.
+    # A ratio is a factor on the learning rate: by logarithms equal distances in colour are equal factors.
     heat = np.stack([_log_means(one, edges) for one in columns.values()])
     low, high = float(np.nanmin(heat)), float(np.nanmax(heat))
     colors = matplotlib.colormaps["viridis"]
@@ -98,11 +98,12 @@ def _log_means(series: Series, edges: np.ndarray) -> np.ndarray:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts layer2 before layer10: the logger has sorted the names and so lost the order of the layers."""
+    """A key that sorts layer2 before layer10, because the logger sorts names and loses the order of the layers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _data_url(shades: np.ndarray) -> str:
+    """Colours as the URL of a PNG that the page itself contains."""
     from PIL import Image
 
     file = io.BytesIO()

@@ -1,7 +1,6 @@
 """`report.html` of a run: one page without scripts that needs no other file."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +13,7 @@ from lightning_fourmin.report.sections import learning, precision, throughput
 from lightning_fourmin.runs.metrics import read_metrics, resumed_steps, summary_so_far
 from lightning_fourmin.runs.record import RunRecord, Summary
 from lightning_fourmin.svg import THEME
-from lightning_fourmin.text import (
-    duration,
-    grouped,
-    moment,
-    percent,
-    plural,
-    printable,
-    readable_size,
-    rounded,
-    whole,
-)
+from lightning_fourmin.text import duration, grouped, moment, percent, plural, printable, readable_size, rounded, whole
 from lightning_fourmin.tune.plot import algorithms_in
 
 if TYPE_CHECKING:
@@ -34,16 +23,6 @@ PAGE_NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 FILTERS = (duration, grouped, moment, percent, plural, readable_size, rounded, whole)
 """The text helpers that templates use, under their names."""
-
-
-@dataclass(frozen=True)
-class KeyFigure:
-    """One of the large numbers at the top of a page."""
-
-    name: str
-    value: str | None
-    """None if it was not measured."""
-    about: str
 
 
 def write_report(folder: Path) -> Path:
@@ -70,8 +49,11 @@ def write_report(folder: Path) -> Path:
     return page
 
 
-def key_figures(record: RunRecord, summary: Summary) -> list[KeyFigure]:
-    """Accuracy, throughput and its three factors, and skipped steps."""
+def key_figures(record: RunRecord, summary: Summary) -> list[tuple[str, str | None, str]]:
+    """The large numbers at the top of a page: name, value, and a text below; the value is None if nothing measured it.
+
+    They are accuracy, throughput and its three factors, and skipped steps.
+    """
     s = summary
     accuracy = [f"top-5 {percent(s.top5)}"] if s.top5 is not None else []
     accuracy += [f"loss {rounded(s.val_loss)}"] if s.val_loss is not None else []
@@ -83,12 +65,12 @@ def key_figures(record: RunRecord, summary: Summary) -> list[KeyFigure]:
         return None if value is None else form(value)
 
     return [
-        KeyFigure("Top-1 accuracy", shown(s.top1, percent), ", ".join([*accuracy, *length])),
-        KeyFigure("Images per second", shown(s.images_per_s, whole), "T, all ranks together"),
-        KeyFigure("S", shown(s.S, whole), "images/s of one rank without waits"),
-        KeyFigure("N", shown(s.N or record.world_size, whole), "ranks"),
-        KeyFigure("e", shown(s.e, percent), "scaling efficiency"),
-        KeyFigure("Skipped steps", shown(s.skipped_steps, whole), scale),
+        ("Top-1 accuracy", shown(s.top1, percent), ", ".join([*accuracy, *length])),
+        ("Images per second", shown(s.images_per_s, whole), "T, all ranks together"),
+        ("S", shown(s.S, whole), "images/s of one rank without waits"),
+        ("N", shown(s.N or record.world_size, whole), "ranks"),
+        ("e", shown(s.e, percent), "scaling efficiency"),
+        ("Skipped steps", shown(s.skipped_steps, whole), scale),
     ]
 
 
@@ -101,6 +83,7 @@ def write_page(path: Path, template: str, **content: Any) -> None:
 
 @cache
 def _environment() -> "Environment":
+    """What renders TEMPLATES: it escapes every text, and a name that a template has wrong is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -109,7 +92,7 @@ def _environment() -> "Environment":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Markup is a subclass of str that was made here: only texts from outside can hold control characters.
+        # Markup, a subclass of str, was made here. Only texts from outside can hold control characters.
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     environment.globals["theme"] = THEME

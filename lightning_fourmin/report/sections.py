@@ -1,6 +1,5 @@
 """The sections of a run's page that hold curves: learning, precision and throughput."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,15 +29,14 @@ def learning(metrics: Metrics) -> Section:
     accuracies = [*_line(metrics, "val/top1", "top-1", BLUE), *_line(metrics, "val/top5", "top-5", ORANGE)]
     losses = [*_line(metrics, "train/loss", "training", BLUE), *_line(metrics, "val/loss", "validation", ORANGE)]
     rates = _line(metrics, "lr", "rate of group 0", BLUE)
-    charts = {
-        "validation accuracy": line_chart(
-            "accuracy", "Validation accuracy", accuracies, percent=True, marked_steps=resumed
-        ),
-        "loss": line_chart("loss", "Loss", losses, marked_steps=resumed),
-        "learning rate": line_chart("rate", "Learning rate", rates, from_zero=True, marked_steps=resumed),
-    }
-    missing = [name for name, chart in charts.items() if chart is None]
-    return Section("Learning", (f"Not logged: {', '.join(missing)}.",) if missing else (), _drawn(*charts.values()))
+    charts = _drawn(
+        line_chart("accuracy", "Validation accuracy", accuracies, percent=True, marked_steps=resumed),
+        line_chart("loss", "Loss", losses, marked_steps=resumed),
+        line_chart("rate", "Learning rate", rates, from_zero=True, marked_steps=resumed),
+    )
+    drawn = {chart.title for chart in charts}
+    missing = [title.lower() for title in ("Validation accuracy", "Loss", "Learning rate") if title not in drawn]
+    return Section("Learning", (f"Not logged: {', '.join(missing)}.",) if missing else (), charts)
 
 
 def precision(metrics: Metrics, summary: Summary) -> Section:
@@ -63,12 +61,12 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
         rises = skipped.steps[np.diff(skipped.values, prepend=0) > 0]
         lines.append(Line("a step was skipped", scale.at(rises), ALARM, style="dots"))
     # The scale is a power of two that is doubled and halved.
-    chart = line_chart("loss-scale", "Loss scale", lines, log_base=2, marked_steps=resumed_steps(metrics))
+    chart = line_chart("loss-scale", "Loss scale", lines, powers_of_two=True, marked_steps=resumed_steps(metrics))
     return Section("Precision", (text,), _drawn(chart))
 
 
 def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section:
-    """T beside S x N, the efficiency that is their quotient, and where the time of a step goes."""
+    """T beside S x N, the efficiency e, which is their quotient, and where the time of a step goes."""
     images = _line(metrics, "fourmin/T", "T, measured", BLUE)
     if images and "fourmin/S" in metrics and "fourmin/N" in metrics:
         ideal = metrics["fourmin/S"].times(metrics["fourmin/N"])
@@ -87,18 +85,17 @@ def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section
     )
     if not charts and summary.S is None:
         return Section("Throughput", ("Throughput was not logged: that needs ScalingMonitor among the callbacks.",))
-    return Section("Throughput", (*_waits(record, summary), *(() if charts else (NO_CURVE,))), charts)
-
-
-def _waits(record: RunRecord, summary: Summary) -> Iterable[str]:
-    """What communication costs a step, in a sentence; nothing where it was not measured."""
+    sentences = []
     if record.world_size == 1:
-        yield "One rank: there is nothing to communicate."
+        sentences.append("One rank: there is nothing to communicate.")
     elif summary.step_ms and summary.exposed_ms is not None:
-        yield (
+        sentences.append(
             f"Of a step of {rounded(summary.step_ms)} ms, {rounded(summary.exposed_ms)} ms "
             f"({percent(summary.exposed_ms / summary.step_ms)}) waited for communication that compute did not hide."
         )
+    if not charts:
+        sentences.append(NO_CURVE)
+    return Section("Throughput", tuple(sentences), charts)
 
 
 def _line(metrics: Metrics, name: str, label: str, color: str) -> list[Line]:

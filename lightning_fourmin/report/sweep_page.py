@@ -36,6 +36,7 @@ def write_sweep(folder: Path) -> Path:
     """Writes the three files into `folder`, which holds a run folder for each job, and returns the path of the page."""
     jobs = read_jobs(folder)
     colors = _job_colors(jobs)
+    heads, rows = _table(jobs)
     write_whole(folder / "sweep.csv", _csv(jobs))
     write_whole(folder / "sweep.md", _markdown(jobs))
     page = folder / PAGE_NAME
@@ -48,8 +49,8 @@ def write_sweep(folder: Path) -> Path:
         best=best_job(jobs),
         colors={number: VARIABLES[color] for number, color in colors.items()},
         num_colors=len(SERIES),
-        heads=_heads(jobs),
-        rows={job.number: _cells(job, jobs) for job in jobs},
+        heads=heads,
+        rows=dict(zip((job.number for job in jobs), rows, strict=True)),
         num_settings=len(differing_keys(jobs)),
         shared=shared_settings(jobs),
         charts=_charts(jobs, colors),
@@ -59,30 +60,30 @@ def write_sweep(folder: Path) -> Path:
 
 
 def _job_colors(jobs: list[Job]) -> dict[int, str]:
-    """A colour for each job; where there are more jobs than colours, the best jobs get one and the others are faint."""
+    """A colour for each job by number. If jobs are more than colours, the best get one and the others are faint."""
     order = sorted(jobs, key=lambda job: -(job.summary.top1 or 0.0)) if len(jobs) > len(SERIES) else jobs
     colored = sorted(job.number for job in order[: len(SERIES)])
     return {job.number: FAINT for job in jobs} | dict(zip(colored, SERIES, strict=False))
 
 
-def _heads(jobs: list[Job]) -> list[str]:
-    """The headings after job and status: settings that differ, figures, time."""
-    return [*differing_keys(jobs), *(_FIGURES[name][0] for name in _measured(jobs)), "time"]
+def _table(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+    """The headings after job and status, and for each job the texts below them, which are empty for missing values.
 
-
-def _cells(job: Job, jobs: list[Job]) -> list[str]:
-    """A job's texts under `_heads`; an empty one where there is no value."""
-    figures = asdict(job.summary)
-    shown = ["" if figures[name] is None else _FIGURES[name][1](figures[name]) for name in _measured(jobs)]
-    seconds = job.record.seconds if job.record else None
-    time = "" if seconds is None else duration(seconds)
-    return [*(job.settings.get(key, "") for key in differing_keys(jobs)), *shown, time]
-
-
-def _measured(jobs: list[Job]) -> list[str]:
-    """The figures that at least one job has."""
-    figures = [asdict(job.summary) for job in jobs]
-    return [name for name in _FIGURES if any(one[name] is not None for one in figures)]
+    The columns are the settings that differ, the figures that at least one job has, and the time.
+    """
+    keys, figures = differing_keys(jobs), [asdict(job.summary) for job in jobs]
+    shown = {name: form for name, form in _FIGURES.items() if any(one[name] is not None for one in figures)}
+    rows = []
+    for job, values in zip(jobs, figures, strict=True):
+        seconds = job.record.seconds if job.record else None
+        rows.append(
+            [
+                *(job.settings.get(key, "") for key in keys),
+                *("" if values[name] is None else form(values[name]) for name, (_, form) in shown.items()),
+                "" if seconds is None else duration(seconds),
+            ]
+        )
+    return [*keys, *(head for head, _ in shown.values()), "time"], rows
 
 
 def _outcome(jobs: list[Job]) -> str:
@@ -97,15 +98,14 @@ def _outcome(jobs: list[Job]) -> str:
 
 
 def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
-    # Faint jobs are drawn first, so that they lie behind, and are not in the key.
-    order = sorted(jobs, key=lambda job: colors[job.number] != FAINT)
+    """The charts, with a curve for each job. Faint jobs have no key, and are drawn first so that they lie behind."""
+    numbered = {job.number: job.metrics for job in sorted(jobs, key=lambda job: colors[job.number] != FAINT)}
 
     def lines(column: str) -> list[Line]:
         return [
-            Line(f"job {job.number}", job.metrics[column], color, in_key=color != FAINT)
-            for job in order
-            for color in [colors[job.number]]
-            if column in job.metrics
+            Line(f"job {number}", metrics[column], colors[number], in_key=colors[number] != FAINT)
+            for number, metrics in numbered.items()
+            if column in metrics
         ]
 
     charts = [
@@ -137,13 +137,13 @@ def _csv(jobs: list[Job]) -> str:
 
 def _markdown(jobs: list[Job]) -> str:
     """The table of the page, and the errors below it."""
-    heads, shared = ["job", "status", *_heads(jobs)], shared_settings(jobs)
-    rule = ["---", "---", *("---" if head in differing_keys(jobs) else "---:" for head in _heads(jobs))]
-    rows = [[str(job.number), job.status, *_cells(job, jobs)] for job in jobs]
+    (heads, rows), keys, shared = _table(jobs), differing_keys(jobs), shared_settings(jobs)
+    table = [["job", "status", *heads], ["---", "---", *("---" if head in keys else "---:" for head in heads)]]
+    table += [[str(job.number), job.status, *row] for job, row in zip(jobs, rows, strict=True)]
     lines = ["# Sweep", "", _escaped(_outcome(jobs)), ""]
     if shared:
         lines += [_escaped(f"The same in all jobs: {', '.join(shared)}."), ""]
-    lines += ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in (heads, rule, *rows)]
+    lines += ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in table]
     for job in jobs:
         if job.error:
             lines += ["", f"Job {job.number}, {job.status}:", ""]

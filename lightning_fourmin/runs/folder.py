@@ -36,28 +36,29 @@ CHECKPOINTS_NAME = "checkpoints"
 SLURM_CHECKPOINTS = "hpc_ckpt_*.ckpt"
 """The checkpoints that Lightning writes, and looks for, in a job of SLURM."""
 RESUMED = "fourmin/resumed"
-"""The column whose only value is at the step at which a start has resumed; a start that began has no such column."""
+"""The column that has one value, at the step from which a start has resumed; it is missing where a run has begun."""
 STORE_KEY = "fourmin/run"
 """The key of torchrun's store under which rank 0 leaves the folder of the run."""
 _EARLIER = re.compile(r"metrics-(\d+)\.csv")
 
 
 def checkpoint_to_resume(resume: bool | str | int | None, folder: Path) -> Path | None:
-    """The checkpoint that a training in `folder` resumes from by the rule above; None: it begins.
+    """The checkpoint that a training in `folder` resumes from by the rule above, or None if it begins.
 
     Where torchrun or srun has started the ranks, each of them calls this and must find the same. Nothing that rank 0
     does to the folder before all ranks train changes the answer: it only sets aside what no rank resumes from.
 
     Args:
-        resume: the option of the command. True, which scripts use, names the newest run beside `folder`.
+        resume: the option of the command. True names the newest run beside `folder`, which suits scripts.
         folder: the folder of the run, which may not exist.
     """
     own = saved(folder)
-    if _is_requeued():
+    if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+        # SLURM queues a job again after it has warned it, or because a node has failed.
         hint = "" if own else f": it begins afresh, {folder} has no checkpoint; give all starts one run_dir"
         say(f"SLURM has queued this job again{hint}")
         if own:
-            resume = None  # the option was for the first start
+            resume = None  # The option was meant for the first start.
     if resume is False or not (candidates := _candidates(resume, folder, own)):
         return None
     afresh = "" if candidates is not own else " (resume=false begins afresh)"
@@ -70,14 +71,14 @@ def checkpoint_to_resume(resume: bool | str | int | None, folder: Path) -> Path 
 
 
 def _candidates(resume: bool | str | int | None, folder: Path, own: list[Path]) -> list[Path]:
-    """The checkpoints to try, the best one first; `own` are those of the folder."""
+    """The checkpoints to try, in this order; `own` are those of the folder."""
     if resume is None:
         return own
     if resume is True:
         if found := own or _of_newest_runs(folder.parent):
             return found
         raise ConfigError(f"resume=true, but no run in {folder.parent} has a checkpoint: train without resume first")
-    path = Path(str(resume))  # the folders of a sweep's jobs have numbers as names
+    path = Path(str(resume))  # A job of a sweep has a number as its folder's name, which Hydra reads as one.
     if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
         return [path]
     if own:
@@ -105,7 +106,10 @@ def _of_newest_runs(experiment: Path) -> list[Path]:
 
 
 def first_whole(checkpoints: list[Path]) -> Path:
-    """The first that can be loaded; names those it passes over on stderr. CheckpointError if there is none."""
+    """The first checkpoint that can be loaded. Those before it are named on stderr; CheckpointError if there is none.
+
+    `checkpoints` has at least one.
+    """
     for path in checkpoints[:-1]:
         try:
             check_checkpoint(path)
@@ -120,11 +124,6 @@ def run_of(checkpoint: str | None) -> Path | None:
     """The folder of the run that has saved a checkpoint, if it is a run of this command."""
     folders = () if checkpoint is None else Path(checkpoint).absolute().parents[:2]
     return next((folder for folder in folders if (folder / RUN_NAME).is_file()), None)
-
-
-def _is_requeued() -> bool:
-    """Whether SLURM has queued this job again, after a warning or because a node has failed."""
-    return bool(int(os.environ.get("SLURM_RESTART_COUNT", 0)))
 
 
 @rank_zero_only
@@ -152,30 +151,25 @@ def metrics_files(folder: Path) -> list[Path]:
 
 
 def make_room(folder: Path, resumed: Path | None) -> None:
-    """Prepares `folder` for a start that resumes from the run in the folder `resumed`; None: that begins.
+    """Prepares `folder` for a start that resumes from the run in the folder `resumed`, or that begins if it is None.
 
-    Lightning's logger wants to find no file of curves. A run that resumes from that of another folder takes its curves
-    along. A run that does not resume from its own folder sets aside what another one has left there, so that nobody
-    takes the files of one for those of the other.
+    Lightning's logger wants to find no file of curves. A run that resumes from another folder copies the curves
+    that it finds there. A run that does not resume from its own folder sets aside what another run has left in it, so
+    that nobody takes the files of one for those of the other.
     """
     last = folder / METRICS_NAME
     if last.is_file():
         last.rename(_next(folder))
     if resumed is not None and resumed.resolve() == folder.resolve():
         return
-    _set_aside([folder / CHECKPOINTS_NAME, *folder.glob(SLURM_CHECKPOINTS), *metrics_files(folder)])
-    if resumed is not None:
-        for file in metrics_files(resumed):
-            shutil.copyfile(file, _next(folder))
-
-
-def _set_aside(paths: list[Path]) -> None:
-    found = [path for path in paths if path.exists()]
-    if found:
-        aside = next(aside for number in count(1) if not (aside := found[0].with_name(f"earlier-{number}")).exists())
+    if found := [*folder.glob(CHECKPOINTS_NAME), *folder.glob(SLURM_CHECKPOINTS), *metrics_files(folder)]:
+        aside = next(aside for number in count(1) if not (aside := folder / f"earlier-{number}").exists())
         aside.mkdir()
         for path in found:
             path.rename(aside / path.name)
+    if resumed is not None:
+        for file in metrics_files(resumed):
+            shutil.copyfile(file, _next(folder))
 
 
 def _earlier(folder: Path) -> dict[int, Path]:
@@ -185,6 +179,7 @@ def _earlier(folder: Path) -> dict[int, Path]:
 
 
 def _next(folder: Path) -> Path:
+    """The name for the curves of one more start."""
     return folder / f"metrics-{1 + max(_earlier(folder), default=0)}.csv"
 
 
@@ -194,7 +189,10 @@ def _next(folder: Path) -> Path:
 
 
 def overrides_of_restart() -> list[str]:
-    """The arguments that every rank adds to its command line; none where this is the job's first attempt."""
+    """The arguments that every rank adds to its command line, which are none in a job's first attempt.
+
+    A collective call: rank 0 decides, and the others wait for its answer in the store of the attempt.
+    """
     if not shares_agents_store():
         return []
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -225,10 +223,11 @@ def overrides_after(store: dist.Store) -> list[str]:
 
 
 def remember_folder(folder: Path) -> None:
-    """Leaves the folder for the attempts to come; called by rank 0 when `make_room` has set aside what is another's."""
+    """Leaves the folder for later attempts; rank 0 calls it after `make_room`, which sets files of other runs aside."""
     if shares_agents_store():
         _agents_store().set(STORE_KEY, str(folder.absolute()))
 
 
 def _agents_store() -> dist.Store:
+    """The store that torchrun's agents keep for all attempts."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

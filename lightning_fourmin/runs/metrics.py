@@ -19,7 +19,7 @@ Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Series:
-    """One logged value by rising step; values that are not finite are counted, not kept."""
+    """The values of one column in the order of their steps; those that are not finite are counted, not kept."""
 
     steps: Array
     values: Array
@@ -35,19 +35,9 @@ class Series:
         """The last finite value."""
         return float(self.values[-1])
 
-    @property
-    def median(self) -> float:
-        """The median of the finite values."""
-        return float(np.median(self.values))
-
     def at(self, steps: Array) -> "Series":
         """The values at those of `steps` that were logged."""
         places = np.isin(self.steps, steps)
-        return Series(self.steps[places], self.values[places])
-
-    def since(self, step: int) -> "Series":
-        """The values from `step` on."""
-        places = self.steps >= step
         return Series(self.steps[places], self.values[places])
 
     def times(self, other: "Series") -> "Series":
@@ -73,10 +63,10 @@ _Columns = dict[str, dict[int, float]]
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Every column with at least one number, by name; empty where nothing was logged.
+    """Every column with at least one number, by name; none if nothing was logged.
 
-    A run that was resumed has a file for each time it was started. A file counts up to the step where the next resumed:
-    those after it were done again.
+    A run that was resumed has a file for each time it was started. A file counts up to the step from which the
+    next one resumed, because the steps after it were done again. A start that did not resume makes a new run.
     """
     columns: _Columns = {}
     for path in metrics_files(folder):
@@ -92,15 +82,16 @@ def resumed_steps(metrics: Metrics) -> list[int]:
 
 
 def summary_so_far(record: RunRecord, metrics: Metrics) -> Summary:
-    """The summary in the record; what is missing there, as in a run that did not end, comes from the metrics."""
+    """The summary in the record; figures that it lacks, as in a run that did not end, come from the metrics."""
     logged = {name: series for name, series in metrics.items() if len(series.steps)}
     found: dict[str, Any] = {
         field: logged[name].last for field, name in _LAST.items() if name in logged and not logged[name].ends_bad
     }
-    # Speed is that since the last resume: before it, the run may have had other ranks.
+    # Speed is taken since the last resume: before it, the run may have had another number of ranks.
     start = max(resumed_steps(metrics), default=0)
-    since = {name: part for name, series in logged.items() if len((part := series.since(start)).steps)}
-    found |= {field: since[name].median for field, name in _MEDIAN.items() if name in since}
+    for field, name in _MEDIAN.items():
+        if name in logged and len(since := logged[name].values[logged[name].steps >= start]):
+            found[field] = float(np.median(since))
     found |= {field: int(found[field]) for field in ("N", "skipped_steps") if field in found}
     known = {field: value for field, value in asdict(record.summary).items() if value is not None}
     return replace(Summary(**found), **known)
@@ -126,6 +117,7 @@ _MEDIAN = {
 
 
 def _read(path: Path) -> _Columns:
+    """The columns of one file, without that of the steps."""
     text = path.read_text()
     # A run that is still going may be writing its last line, and half a number is a wrong number.
     rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
@@ -153,8 +145,8 @@ def _joined(earlier: _Columns, later: _Columns) -> _Columns:
 
 
 def _series(points: dict[int, float]) -> Series:
+    """The values of a column in the order of their steps."""
     good = sorted((step, value) for step, value in points.items() if math.isfinite(value))
-    bad = sorted(step for step, value in points.items() if not math.isfinite(value))
+    bad = [step for step, value in points.items() if not math.isfinite(value)]
     table = np.array(good, dtype=np.float64).reshape(-1, 2)
-    ends_bad = bool(bad) and max(points) == bad[-1]
-    return Series(table[:, 0], table[:, 1], len(bad), bad[0] if bad else None, ends_bad)
+    return Series(table[:, 0], table[:, 1], len(bad), min(bad, default=None), max(points, default=None) in bad)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +28,7 @@ FORMAT = 1
 PACKAGES = ("lightning-fourmin", "torch", "lightning", "torchmetrics", "webdataset", "hydra-core", "numpy")
 """The packages whose versions are recorded, beside that of Python."""
 Status = Literal["running", "done", "failed", "interrupted", "preempted"]
-"""A run that Ctrl-C has ended is interrupted, one that SIGTERM has ended is preempted."""
+"""The state of a run. Ctrl-C makes it interrupted, SIGTERM makes it preempted."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,14 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """One row of the communication plan: gradients that travelled together, and how; None in runs that sent nothing."""
+    """One row of the communication plan: gradients that travelled together, and how.
+
+    In a run of one rank, which sends nothing, the fields on how they travelled are None.
+    """
 
     num_tensors: int
     num_bytes: int
-    """Of the gradients, in their own dtype."""
+    """The bytes of the gradients in their own dtype."""
     dtype: str
     first: str
     last: str
@@ -65,7 +69,7 @@ class BucketRecord:
     algorithm: str | None = None
     num_pieces: int | None = None
     expected_ms: float | None = None
-    """What the table expects of the all-reduce by itself."""
+    """The time that the table expects the all-reduce to take by itself."""
     exactness: str | None = None
     """How the mean compares with that of plain DDP."""
 
@@ -115,7 +119,7 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures that a run ends with; None where it did not get that far or nothing measured it."""
+    """The figures that a run ends with. A field is None if the run did not get that far or nothing measured it."""
 
     top1: float | None = None
     top5: float | None = None
@@ -147,7 +151,7 @@ class RunRecord:
     versions: dict[str, str]
     hardware: Hardware
     seconds: float | None = None
-    """The time that all parts of a resumed run have taken, but for parts that were killed."""
+    """The time that all parts of a resumed run have taken together, without parts that were killed."""
     status: Status = "running"
     error: str | None = None
     arithmetic: tuple[str, ...] = ()
@@ -197,7 +201,7 @@ def _finite(value: Any) -> Any:
 
 
 def _parse(kind: Any, value: Any, name: str) -> Any:
-    """A value of JSON as a field of the type `kind`; `name` is the way there, for the error."""
+    """A value of JSON as a field of the type `kind`; `name` is the path of the field, for the error."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _parse(parts[0], value, name)
@@ -222,6 +226,7 @@ _JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", tuple:
 
 
 def _parse_fields(kind: Any, content: dict[str, Any], prefix: str) -> Any:
+    """An object of JSON as the dataclass `kind`. Fields with a default may be missing; unknown ones are ignored."""
     hints = get_type_hints(kind)
     values = {}
     for part in fields(kind):
@@ -233,23 +238,21 @@ def _parse_fields(kind: Any, content: dict[str, Any], prefix: str) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that matter."""
+    """The versions of Python and of PACKAGES."""
     return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
 
 
 def hardware() -> Hardware:
-    """The hardware of this machine; its GPUs only where this process computes on them."""
+    """The hardware of this machine, with its GPUs only if this process computes on them."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Asking makes a context on the GPU, which only a process that computes there should have.
+    # Asking for names makes a context on each GPU, which only a process that computes there should have.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(num_gpus))
     return Hardware(_cpu(), os.cpu_count() or 1, round(memory_bytes / 1e9, 1), gpus)
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """The name of the processor, or the architecture where Linux does not tell a name."""
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"^model name.*?:(.*)$", info.read_text() if info.is_file() else "", re.MULTILINE)
+    return name[1].strip() if name else platform.machine()

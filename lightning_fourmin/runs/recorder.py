@@ -31,13 +31,13 @@ class RunRecorder(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({RESUMED: 1.0}, step=trainer.global_step)
 
-    # At the start of training the module has no rates yet. The hook for the start of an epoch is not called where a run
-    # resumes in the middle of one.
+    # When `on_train_start` is called the module has no rates yet, and `on_train_epoch_start` is not called where a run
+    # resumes in the middle of an epoch.
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.is_global_zero and not self._has_trained:
             self._has_trained = True
-            # The figures of a part before this one are no longer those of the run.
+            # A run that resumes has another summary at its end: that of its earlier part no longer holds.
             self._update(summary=Summary(), **_plans(trainer, pl_module))
 
     @override
@@ -53,56 +53,51 @@ class RunRecorder(Callback):
             self._update(summary=_summary(trainer, trainer.current_epoch))
 
     def _update(self, **changes: Any) -> None:
+        """Changes some fields of the record."""
         replace(RunRecord.read(self._folder), **changes).write(self._folder)
 
 
 def _plans(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """The fields of the record that are known when training starts.
+
+    Each is set, if only to nothing: the part of the run before this one may have had another strategy.
+    """
     parameters = list(module.parameters())
     named = module.hparams.get("model")
     name = named if isinstance(named, str) else type(module).__name__
-    # All of them, those that there are not as well: the part before this one may have had another strategy.
-    plans: dict[str, Any] = {
-        "arithmetic": (),
-        "topology": None,
-        "fusion_plan": None,
-        "table": None,
+    # Any LightningModule may be trained; ours plans its rates.
+    rate_plan = module.rate_plan if isinstance(module, ImageClassifier) else None
+    plan = trainer.strategy.plan if isinstance(trainer.strategy, FourMinStrategy) else None
+    fusion_plan, is_sent = None, trainer.world_size > 1
+    if plan is not None and plan.fusion is not None:
+        fusion_plan = tuple(BucketRecord.of(row, is_sent) for row in plan.rows)
+    return {
+        "arithmetic": () if rate_plan is None else tuple(rate_plan.in_words()),
         "model": ModelSize(name, sum(p.numel() for p in parameters), len(parameters)),
+        "topology": None if plan is None else str(plan.topology),
         "world_size": trainer.world_size,
+        "fusion_plan": fusion_plan,
+        "table": TableRecord.of(plan.table) if plan is not None and is_sent else None,
         "hardware": hardware(),
     }
-    # Any LightningModule may be trained; ours plans its rates.
-    if isinstance(module, ImageClassifier) and module.rate_plan is not None:
-        plans["arithmetic"] = tuple(module.rate_plan.in_words())
-    strategy = trainer.strategy
-    if isinstance(strategy, FourMinStrategy):
-        plan, is_sent = strategy.plan, trainer.world_size > 1
-        if plan is not None:
-            plans["topology"] = str(plan.topology)
-            if plan.fusion is not None:
-                plans["fusion_plan"] = tuple(BucketRecord.of(row, is_sent) for row in plan.rows)
-            if is_sent:
-                plans["table"] = TableRecord.of(plan.table)
-    return plans
 
 
 def _summary(trainer: Trainer, num_epochs: int) -> Summary:
+    """The figures of the run up to now."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    precision = trainer.precision_plugin
-    scale = precision.loss_scale if isinstance(precision, FourMinPrecision) else None
+    found: dict[str, Any] = {}
+    if isinstance(trainer.precision_plugin, FourMinPrecision) and (scale := trainer.precision_plugin.loss_scale):
+        found |= {"skipped_steps": scale.skipped_steps, "loss_scale": scale.value}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     scaling = next((callback.summary for callback in callbacks if isinstance(callback, ScalingMonitor)), None)
+    if scaling is not None:
+        found |= {"images_per_s": scaling.T, "S": scaling.S, "N": scaling.N, "e": scaling.e}
+        found |= {"step_ms": scaling.step_ms, "exposed_ms": scaling.exposed_ms}
     return Summary(
         top1=metrics.get("val/top1"),
         top5=metrics.get("val/top5"),
         val_loss=metrics.get("val/loss"),
         epochs=num_epochs,
         steps=trainer.global_step,
-        images_per_s=scaling.T if scaling else None,
-        S=scaling.S if scaling else None,
-        N=scaling.N if scaling else None,
-        e=scaling.e if scaling else None,
-        step_ms=scaling.step_ms if scaling else None,
-        exposed_ms=scaling.exposed_ms if scaling else None,
-        skipped_steps=scale.skipped_steps if scale else None,
-        loss_scale=scale.value if scale else None,
+        **found,
     )

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: one run folder each, whatever became of it."""
+"""The jobs of a sweep, each with its run folder, whether or not it got as far as a record."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ class Job:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is no run itself and has runs in numbered folders."""
+    """Whether a folder has runs in numbered folders and is not itself a run."""
     return not (folder / RUN_NAME).is_file() and any((job / RUN_NAME).is_file() for job in _numbered(folder))
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """The jobs by number; one whose files cannot be read is among them, with the reason as its error."""
+    """The jobs by number, with those whose files cannot be read; the error of such a job is the reason."""
     if not is_sweep(folder):
         raise RunError(f"{folder} is not the folder of a sweep: it has no numbered folder with a {RUN_NAME}")
     return [_read_job(job) for job in sorted(_numbered(folder), key=lambda job: int(job.name))]
@@ -61,19 +61,17 @@ def differing_keys(jobs: list[Job]) -> list[str]:
 def shared_settings(jobs: list[Job]) -> list[str]:
     """The settings that all jobs have, as `key=value`."""
     differing = differing_keys(jobs)
-    settings: dict[str, str] = {}
-    for job in jobs:
-        settings |= job.settings
-    return [f"{key}={value}" for key, value in settings.items() if key not in differing]
+    settings = {key: value for job in jobs for key, value in job.settings.items() if key not in differing}
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def _numbered(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.is_dir() and path.name.isascii() and path.name.isdigit()]
+    """The folders in `folder`, which may not exist, that have a number as their name."""
+    return [path for path in folder.glob("*/") if path.name.isascii() and path.name.isdigit()]
 
 
 def _read_job(folder: Path) -> Job:
+    """The job whose run is in `folder`, as far as its files can be read."""
     record = None
     try:
         record = RunRecord.read(folder)

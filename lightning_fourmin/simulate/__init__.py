@@ -1,4 +1,4 @@
-"""Predicts a training step on a cluster that is not at hand.
+"""The prediction of a training step on a cluster that is not at hand.
 
     layer_profile, roofline   when each gradient is ready --+
     cluster                   links, nodes, one device -----+-->  scenario  -->  step, stragglers   where time goes

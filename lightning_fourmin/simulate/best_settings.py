@@ -11,7 +11,7 @@ from lightning_fourmin.allreduce.table import CHUNK_BYTES
 from lightning_fourmin.simulate.scenario import Scenario
 from lightning_fourmin.simulate.stragglers import Stragglers
 
-# The values that are tried.
+# The values that `best_settings` tries.
 FUSION_MB = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 CHUNK_MB = (CHUNK_BYTES / MIB, 4.0, 16.0, 64.0)
 SWITCH_MB = tuple(4.0**power / 1024 for power in range(9))
@@ -23,13 +23,13 @@ FREE_LINK = Link(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest settings of a scenario on the ranks that it has."""
+    """The settings with which a scenario is fastest on its ranks."""
 
     algorithm: str
     """One algorithm, or `hybrid` for the choice of the table."""
     fusion_mb: float
     chunk_mb: float
-    """The size of the pieces that large buckets go in, if the algorithm has phases that could overlap."""
+    """The size of the pieces in which large buckets are sent, if the algorithm has phases that can overlap."""
     step_ms: float
     switch_mb: float
     """The best switch of the paper's hybrid (hierarchical up to this size, ring above) with that fusion and those
@@ -41,9 +41,9 @@ class Best:
 
 
 def best_settings(scenario: Scenario) -> Best:
-    """Simulates the scenario with every algorithm, fusion threshold and size of pieces, and names the fastest.
+    """Simulates the scenario with every algorithm, fusion threshold and size of pieces, and returns the fastest.
 
-    Algorithms that are only predicted are in the comparison, but never the recommendation.
+    Algorithms that the package can only predict are part of the comparison, but are not recommended.
     """
     plain = replace(scenario, switch_mb=None)
     names = (HYBRID, *usable_algorithms(scenario.plan.topology), *PREDICTED)
@@ -76,7 +76,7 @@ def _fastest(scenarios: Iterable[Scenario]) -> Scenario:
 
 
 def bottleneck(scenario: Scenario) -> str:
-    """A sentence that names what slows the step most: whatever would save most if it took no time."""
+    """A sentence that names the bottleneck: whatever would shorten the step most if it took no time."""
     now = scenario.prediction
     if scenario.num_ranks == 1:
         return f"Bottleneck: compute; one rank does not communicate in its {now.step_ms:.1f} ms."
@@ -104,5 +104,5 @@ def bottleneck(scenario: Scenario) -> str:
 
 
 def _with_links(scenario: Scenario, links: Links) -> Scenario:
-    """The scenario with other links. It keeps its table, so only times change, and not what is chosen."""
+    """The scenario with other links. It keeps its table, so the choices stay and only the times change."""
     return replace(scenario, cluster=replace(scenario.cluster, links=links), measured=scenario.plan.table)

@@ -18,13 +18,13 @@ from lightning_fourmin.simulate.roofline import Device
 
 @dataclass(frozen=True)
 class Reference:
-    """The published throughput of one model on one device; those of other models follow from FLOPs and bytes."""
+    """The published throughput of one model on one device; that of other models follows from FLOPs and bytes."""
 
     model: str
     batch_size: int
     samples_per_s: float
     fp32_samples_per_s: float | None
-    """The throughput in FP32, if it is known; `samples_per_s` is that with 16-bit tensors."""
+    """The throughput in FP32, if it is known; `samples_per_s` is the throughput with 16-bit tensors."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Cluster:
     ranks_per_node: int
     links: Links
     host: Link | None
-    """What an all-reduce costs the cores that compute, where ranks are on CPU."""
+    """The time that an all-reduce takes from the cores that compute, as latency and rate; None if ranks are on GPUs."""
     device: Device
     reference: Reference | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Cluster":
-        """Reads the content of a file of conf/cluster; an error names the field."""
+        """The cluster that the content of a file of conf/cluster describes; an error names the field."""
         fields = _Fields(config, f"cluster {config.get('name', 'without a name')!r}")
         links = Links(
             fields.link("inside"),
@@ -64,8 +64,8 @@ class Cluster:
     def measured(self, path: Path) -> tuple["Cluster", AllReduceTable]:
         """This cluster with what a table of `fourmin tune` tells about it, and that table.
 
-        Ranks a node and the backend are those of the table, and links are fitted to its times. A link that the ranks
-        of the table did not use stays as it is.
+        The number of ranks on a node and the backend are those of the table, and links are fitted to its times. A link
+        that the ranks of the table did not use stays as it is.
         """
         table, topology = _read(path)
         num_ranks_of_nodes = {topology.node_of.count(node) for node in topology.node_of}
@@ -74,11 +74,11 @@ class Cluster:
                 f"table={path} is of nodes with {sorted(num_ranks_of_nodes)} ranks: a plan needs nodes alike"
             )
         fit = fit_links(table, topology)
-        kept: dict[str, Any] = {
-            name: getattr(self.links, name) for name in ("inside", "inside_backend") if name not in fit.fitted
-        }
-        if "between" not in fit.fitted:  # the table is of one node
-            kept |= {"between": self.links.between, "num_nics": self.links.num_nics}
+        names = [name for name in ("inside", "inside_backend", "between") if name not in fit.fitted]
+        if "between" in names:
+            # The table is of one node.
+            names.append("num_nics")
+        kept: dict[str, Any] = {name: getattr(self.links, name) for name in names}
         cluster = replace(
             self,
             name=f"{path.name} ({fit})",
@@ -89,9 +89,7 @@ class Cluster:
         return cluster, table
 
     def topology(self, num_ranks: int, group_size: int | None = None) -> Topology:
-        """Who is where with so many ranks: every node is full but the last; groups are the nodes by default."""
-        if num_ranks < 1:
-            raise PlanError(f"num_ranks={num_ranks} must be at least 1")
+        """The topology of so many ranks: every node but the last is full, and each node is a group by default."""
         if group_size is not None and not 1 <= group_size <= num_ranks:
             raise PlanError(
                 f"group_size={group_size} does not fit into num_ranks={num_ranks}: choose 1 to {num_ranks}, or leave "
@@ -102,12 +100,12 @@ class Cluster:
 
 @cache
 def _topology(num_ranks: int, ranks_per_node: int, group_size: int | None) -> Topology:
-    # Cached, because a search asks for the same thousands of ranks again and again.
+    """A topology of full nodes, kept because a search asks for the same thousands of ranks again and again."""
     return Topology.build([rank // ranks_per_node for rank in range(num_ranks)], group_size)
 
 
 def _read(path: Path) -> tuple[AllReduceTable, Topology]:
-    """A table, and the topology that its head names."""
+    """The table in a file, and the topology that the head of the file names."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -133,7 +131,7 @@ class _Fields:
         self._config, self._where = config, where
 
     def value(self, path: str) -> Any:
-        """Any value that is there."""
+        """The value of a field of any type, which must not be missing."""
         found: Any = self._config
         for name in path.split("."):
             found = found.get(name) if isinstance(found, Mapping) else None
@@ -169,10 +167,10 @@ class _Fields:
     def reference(self) -> Reference:
         """The reference model with its throughput."""
         model = str(self.value("reference.model"))
-        known = self._config["reference"].get("fp32_samples_per_s") is not None
+        fp32_is_known = self._config["reference"].get("fp32_samples_per_s") is not None
         return Reference(
             model,
             self.whole("reference.batch_size"),
             self.positive("reference.samples_per_s"),
-            self.positive("reference.fp32_samples_per_s") if known else None,
+            self.positive("reference.fp32_samples_per_s") if fp32_is_known else None,
         )

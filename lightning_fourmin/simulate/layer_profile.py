@@ -10,10 +10,11 @@ A profile is measured with `measure_profile`, or computed from FLOPs and bytes (
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,10 @@ from lightning_fourmin.tune.step_trial import sum_of
 NUM_WARMUP = 2
 """The first steps of a measurement, which do not count."""
 ARGUMENT_ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
-"""What a module raises whose constructor or forward gets arguments that it is not for."""
+"""The errors that a module's constructor or forward raises if it gets arguments that it does not take."""
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-_Mark = TypeVar("_Mark")
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of one step of one rank without communication."""
+    """The times of one step of one rank that does not communicate."""
 
     gradients: tuple[Gradient, ...]
-    """In the order in which backward has them ready."""
+    """The gradients in the order in which backward has them ready."""
     forward_s: float
     backward_s: float
     update_s: float
     """The time of the optimizer's step, and of whatever else lies between the last gradient and the next forward."""
     batch_size: int
     source: str
-    """Where the times come from, for people."""
+    """A text for people on where the times come from."""
 
     @property
     def compute_s(self) -> float:
@@ -77,16 +77,16 @@ class Profile:
 
 
 @dataclass
-class Marks(Generic[_Mark]):
-    """Points in time of one step, as a clock gives them."""
+class Marks:
+    """Points in time of one step: in seconds, or as CUDA's events while the step is measured on a GPU."""
 
-    start: _Mark
+    start: Any
     """When forward begins."""
-    backward: _Mark
+    backward: Any
     """When backward begins."""
-    gradients: list[tuple[str, _Mark]]
+    gradients: list[tuple[str, Any]]
     """When each gradient is ready, by the name of its parameter."""
-    end: _Mark
+    end: Any
     """When backward is over."""
 
 
@@ -107,49 +107,58 @@ def measure_profile(
     replica = copy.deepcopy(module).train()
     parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     device = parameters[0].device.type if parameters else "cpu"
-    optimize = None if optimizer is None or not parameters else optimizer(parameters)
-
-    def steps(clock: "Clock[_Mark]") -> list[tuple[Marks[float], float]]:
-        with torch.random.fork_rng():
-            timed = []
-            for _ in range(NUM_WARMUP + repetitions):
-                before_step()
-                timed.append(_timed_step(replica, inputs, loss, optimize, clock))
-            return timed
-
-    timed = (steps(_CudaClock()) if device == "cuda" else steps(_HostClock()))[NUM_WARMUP:]
-    update_s = statistics.median(took for _, took in timed)
+    copy_optimizer = None if optimizer is None or not parameters else optimizer(parameters)
+    mark: Callable[[], Any] = time.perf_counter
+    seconds: Callable[[Any, Any], float] = _host_seconds
+    if device == "cuda":
+        mark, seconds = _cuda_mark, _cuda_seconds
+    steps, updates_s = [], []
+    with torch.random.fork_rng():
+        for _ in range(NUM_WARMUP + repetitions):
+            before_step()
+            marks = record(replica, inputs, loss, mark)
+            if copy_optimizer is not None:
+                copy_optimizer.step()
+            updated = mark()
+            replica.zero_grad()
+            # Only now: asking for seconds lets the host wait for the device, which would lengthen the step.
+            since_start = partial(seconds, marks.start)
+            gradients = [(name, since_start(ready)) for name, ready in marks.gradients]
+            steps.append(Marks(0.0, since_start(marks.backward), gradients, since_start(marks.end)))
+            updates_s.append(seconds(marks.end, updated))
+    update_s = statistics.median(updates_s[NUM_WARMUP:])
     source = f"measured on {device}, n={repetitions}"
-    return profile_of([marks for marks, _ in timed], update_s, replica, batch_size_of(inputs), source)
+    return profile_of(steps[NUM_WARMUP:], update_s, replica, batch_size_of(inputs), source)
 
 
-def _timed_step(
-    module: nn.Module,
-    inputs: Tensor | Sequence[Any],
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
-    clock: "Clock[_Mark]",
-) -> tuple[Marks[float], float]:
-    """The marks of a step in seconds after its start, and the seconds of its update."""
-    marks = record(module, inputs, loss, clock.mark)
-    if optimizer is not None:
-        optimizer.step()
-    done = clock.mark()
-    module.zero_grad()
-
-    def since(mark: _Mark) -> float:
-        return clock.between(marks.start, mark)
-
-    gradients = [(name, since(at)) for name, at in marks.gradients]
-    return Marks(0.0, since(marks.backward), gradients, since(marks.end)), clock.between(marks.end, done)
+def _host_seconds(start: float, end: float) -> float:
+    """The seconds of a step's part on the CPU, where an operation is done when it returns."""
+    return end - start
 
 
-def record(
-    module: nn.Module, inputs: Tensor | Sequence[Any], loss: Loss | None, mark: Callable[[], _Mark]
-) -> Marks[_Mark]:
-    """Runs forward and backward once and marks when each gradient is ready."""
-    gradients: list[tuple[str, _Mark]] = []
-    with _ready_hooks(module, lambda name: gradients.append((name, mark()))):
+def _cuda_mark() -> torch.cuda.Event:
+    """An event on the stream: the host, which runs ahead of the device, need not wait to mark a point in time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """The seconds between two events; the host waits until the device has passed both."""
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def record(module: nn.Module, inputs: Tensor | Sequence[Any], loss: Loss | None, mark: Callable[[], Any]) -> Marks:
+    """Runs forward and backward once, and calls `mark` at the points in time that Marks names."""
+    gradients: list[tuple[str, Any]] = []
+    with ExitStack() as hooks:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: gradients.append((name, mark()))
+                )
+                hooks.enter_context(hook)
         start = mark()
         output = module(*([inputs] if isinstance(inputs, Tensor) else inputs))
         total = sum_of(output) if loss is None else loss(output)
@@ -158,10 +167,8 @@ def record(
         return Marks(start, backward, gradients, mark())
 
 
-def profile_of(
-    steps: Sequence[Marks[float]], update_s: float, module: nn.Module, batch_size: int, source: str
-) -> Profile:
-    """The profile that several recorded steps give: the medians of their marks, which are seconds."""
+def profile_of(steps: Sequence[Marks], update_s: float, module: nn.Module, batch_size: int, source: str) -> Profile:
+    """The profile of several recorded steps, whose marks are in seconds: the medians of their times."""
     num_bytes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
     missing = sorted(num_bytes.keys() - {name for name, _ in steps[0].gradients})
     if missing or not num_bytes:
@@ -188,22 +195,8 @@ def profile_of(
     )
 
 
-@contextmanager
-def _ready_hooks(module: nn.Module, is_ready: Callable[[str], object]) -> Iterator[None]:
-    """Calls `is_ready` with the name of a parameter as soon as backward has its gradient."""
-    handles = []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: is_ready(name) and None))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def input_error(module: nn.Module, sample_shape: Sequence[int], error: Exception) -> PlanError:
-    """The error for an input that a module cannot be trained with; `error` is what the module raised."""
+    """An error for users whose module cannot be trained with an input; `error` is the one that the module raised."""
     return PlanError(
         f"{type(module).__name__} cannot be trained with an input of {list(sample_shape)} ({error}): check input_shape"
     )
@@ -213,38 +206,3 @@ def batch_size_of(inputs: Tensor | Sequence[Any]) -> int:
     """The number of samples in a batch: the length of its first tensor."""
     first = inputs if isinstance(inputs, Tensor) else next(value for value in inputs if isinstance(value, Tensor))
     return len(first)
-
-
-class Clock(Protocol[_Mark]):
-    """Marks points in time; the seconds between two are known once both have passed."""
-
-    def mark(self) -> _Mark:
-        """Marks the current point in time."""
-        ...
-
-    def between(self, start: _Mark, end: _Mark) -> float:
-        """The seconds between two marks."""
-        ...
-
-
-class _HostClock:
-    """The clock for CPU, where an operation is done when it returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def between(self, start: float, end: float) -> float:
-        return end - start
-
-
-class _CudaClock:
-    """The clock for CUDA: events on the stream, so that the host, which runs ahead of the device, need not wait."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3

@@ -18,7 +18,7 @@ BUCKET_COLORS = (ORANGE, YELLOW)
 
 
 def draw(scenario: Scenario, curves: Mapping[str, Sequence[Prediction]]) -> str:
-    """A file of SVG: throughput of each of `curves` by ranks beside the timeline of one step of `scenario`."""
+    """The content of an SVG file: throughput of each of `curves` by ranks, and the timeline of a step of `scenario`."""
     with style():
         figure, (growth, timeline) = wide_figure(4.2, 2)
         every_technique = next(iter(curves.values()))
@@ -42,7 +42,7 @@ def draw(scenario: Scenario, curves: Mapping[str, Sequence[Prediction]]) -> str:
 
 
 def plot_step(axes: "Axes", spans: Sequence[Span], lanes: Sequence[str] = ()) -> None:
-    """A bar for each span in the lane where it took its time; `lanes` are those of the spans if none are given."""
+    """Draws a bar for each span in its lane. `lanes` are those from top to bottom, by default those of the spans."""
     lanes = lanes or list(dict.fromkeys(span.lane for span in spans))
     for span in spans:
         start_ms, took_ms = 1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)

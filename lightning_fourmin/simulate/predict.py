@@ -1,4 +1,4 @@
-"""From the options of `fourmin plan` to its answer: checks them, times the layers, and simulates what they describe."""
+"""The work behind `fourmin plan`: checks the options, times the layers, and simulates what the options describe."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from lightning_fourmin.simulate.scenario import Scenario
 from lightning_fourmin.simulate.stragglers import Stragglers
 
 MEASURED, SCALED = "measured", "scaled"
-"""Where the times of layers come from: they are measured on this machine, or computed from FLOPs and bytes."""
+"""The values of `layer_times`: layers are measured on this machine, or their times computed from FLOPs and bytes."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class PlanOptions:
 
     @property
     def is_run(self) -> bool:
-        """Whether the net is run on this machine; if not, the shapes of its tensors are enough."""
+        """Whether the net is run on this machine. If it is not, the shapes of its tensors are enough."""
         return self.layer_times == MEASURED
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of a step compete for: links, the gaps that other phases leave on a link, and cores.
+"""The resources that the parts of a step share: links, the gaps that other phases leave on a link, and cores.
 
 All times are seconds from the start of the step.
 """
@@ -22,13 +22,16 @@ class Wire:
 
 
 class Gaps:
-    """What is left of a link between the phases that it carries already. They take precedence."""
+    """The time that is left on a link between the phases that it carries already, which take precedence."""
 
     def __init__(self, wire: Wire) -> None:
         self._busy, self._next, self._free_s = wire.busy, 0, 0.0
 
     def carry(self, at_s: float, took_s: float) -> tuple[float, float]:
-        """Start and end of a phase that is ready at `at_s`. Phases that take precedence interrupt it."""
+        """Start and end of a phase that is ready at `at_s` and pauses while the link carries the others.
+
+        Calls come in the order of the phases: each starts after the one before it has ended.
+        """
         now_s = max(at_s, self._free_s)
         begun_s: float | None = None
         while self._next < len(self._busy):
@@ -47,7 +50,7 @@ class Gaps:
 
 
 class Cores:
-    """Cores that compute, more slowly while they also serve communication."""
+    """Cores that compute, and do so more slowly while they serve communication, too."""
 
     def __init__(self) -> None:
         self._now_s = self._done_s = 0.0
@@ -57,12 +60,12 @@ class Cores:
         self._next = 0
 
     def serve(self, start_s: float, end_s: float, work_s: float) -> None:
-        """Lets communication take `work_s` of the time between `start_s` and `end_s`, at most all of it."""
+        """Gives communication `work_s` seconds of the time from `start_s` to `end_s`, at most all of that time."""
         if end_s > start_s:
             self._shares.append((start_s, end_s, min(1.0, work_s / (end_s - start_s))))
 
     def reach(self, work_s: float) -> float:
-        """When `work_s` seconds of the step's own work are done. Later calls ask for more work, never for less."""
+        """The time at which `work_s` seconds of the step's own work are done; `work_s` must not fall between calls."""
         while self._next < len(self._shares) and self._done_s < work_s:
             start_s, end_s, share = self._shares[self._next]
             free_s = max(0.0, start_s - self._now_s)

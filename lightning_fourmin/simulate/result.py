@@ -10,6 +10,7 @@ from lightning_fourmin.allreduce.plan import SHORT_ROWS, PlanRow
 from lightning_fourmin.files import write_whole
 from lightning_fourmin.simulate.best_settings import Best, best_settings, bottleneck
 from lightning_fourmin.simulate.layer_profile import Profile
+from lightning_fourmin.simulate.picture import draw
 from lightning_fourmin.simulate.scenario import (
     Prediction,
     Scenario,
@@ -24,7 +25,7 @@ from lightning_fourmin.text import dtype_name
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What was simulated for a scenario, and for variations of it."""
+    """The predictions for a scenario and for variations of it."""
 
     scenario: Scenario
     prediction: Prediction
@@ -39,7 +40,7 @@ class SimulationResult:
     def of(
         cls, scenario: Scenario, fp32_profile: Profile, epochs: int, num_samples: int, most_ranks: int
     ) -> "SimulationResult":
-        """Simulates the scenario and all variations; `fp32_profile` is for those without FP16."""
+        """Simulates the scenario and all variations; variations without FP16 have `fp32_profile` as their profile."""
         variants = techniques(scenario, fp32_profile)
         return cls(
             scenario,
@@ -99,8 +100,6 @@ class SimulationResult:
 
     def write(self, folder: Path) -> None:
         """Writes plan.json, trace.json (for Perfetto) and plan.svg into a folder, each complete or not at all."""
-        from lightning_fourmin.simulate.picture import draw
-
         write_whole(folder / "plan.json", json.dumps(self.as_dict(), indent=1) + "\n")
         events = chrome_events(self.scenario.step.spans)
         write_whole(folder / "trace.json", json.dumps({"traceEvents": events}))
@@ -128,7 +127,7 @@ def _as_dict(row: PlanRow) -> dict[str, Any]:
 
 
 def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """The spans of the one rank that stands for all, as the events that a measured trace has, too."""
+    """The spans of the one rank that stands for all, as events of the form that a measured trace has."""
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "every rank (predicted)"}}

@@ -1,4 +1,4 @@
-"""Profile of a module on a device that is not at hand, from the FLOPs and bytes of every operation.
+"""The profile of a module on a device that is not at hand, from the FLOPs and bytes of every operation.
 
 An operation takes as long as its FLOPs or its bytes need at the device's peak rates, whichever is more. How far a
 device stays below its peaks is one factor for the whole step; `predict.py` gets that factor from a known throughput.
@@ -36,7 +36,7 @@ class Device:
 def peak_profile(
     module: nn.Module, inputs: Tensor | Sequence[Any], device: Device, loss: Loss | None = None
 ) -> Profile:
-    """The profile of `module` on a device that reaches its peaks.
+    """The profile of `module` on a device that works at its peak rates.
 
     A copy of the module runs on the meta device, where tensors have shapes but no values. Module and inputs may be on
     that device themselves.
@@ -62,7 +62,7 @@ def peak_profile(
 
 def _on_meta(module: nn.Module) -> nn.Module:
     """A copy of a module without values."""
-    # Not `module.to("meta")`, after which weights that were shared are two.
+    # `module.to("meta")` would make two weights of one that two layers share.
     replicas: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()
     }
@@ -71,7 +71,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 class _WorkClock(TorchDispatchMode):
-    """A clock that every operation moves on by the time that the operation takes at the device's peaks."""
+    """A clock that each operation advances by the time that the operation takes at the device's peak rates."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A scenario: a net on a cluster with the settings of the strategy. It predicts a step, and variations are compared.
+"""A scenario: a net on a cluster with the settings of the strategy, the step it predicts, and variations of it.
 
 Scenario  --plan-->  CommPlan, as the strategy would decide it  --step-->  Step, simulated  --prediction-->  T = S N e
 """
@@ -26,12 +26,12 @@ EVERY_GRADIENT_ALONE_MB = 1e-9
 
 @dataclass(frozen=True)
 class Prediction:
-    """T = S * N * e, and where the time of a step goes."""
+    """The factors of T = S * N * e, and where the time of a step goes."""
 
     S: float
-    """Samples a second of one rank without communication."""
+    """Samples a second of one rank that does not communicate."""
     N: int
-    """Ranks."""
+    """The number of ranks."""
     e: float
     """The efficiency: T as a share of S * N."""
     T: float
@@ -41,7 +41,7 @@ class Prediction:
     comm_ms: float
     """Time with at least one bucket in flight."""
     exposed_ms: float
-    """What communication adds to the step."""
+    """The time that communication adds to the step."""
     num_buckets: int
     algorithms: tuple[str, ...]
     """The algorithms of all buckets, by name."""
@@ -61,7 +61,7 @@ class Scenario:
     group_size: int | None = None
     switch_mb: float | None = None
     chunk_bytes: int | None = None
-    """Larger buckets go in pieces of about this size; None takes the size that the table says."""
+    """The size of the pieces in which larger buckets are sent, roughly; None takes the size that the table says."""
     wire_dtype: torch.dtype = torch.float32
     stragglers: Stragglers = field(default_factory=Stragglers)
     measured: AllReduceTable | None = field(default=None, repr=False)
@@ -81,7 +81,7 @@ class Scenario:
 
     @cached_property
     def plan(self) -> CommPlan:
-        """The plan that the strategy would decide on such ranks."""
+        """The plan that the strategy would decide on the ranks of the scenario."""
         topology, table = self.topology, self._table()
         if self.chunk_bytes is not None:
             table = replace(table, chunk_bytes=self.chunk_bytes)
@@ -108,21 +108,20 @@ class Scenario:
             names = ", ".join((HYBRID, *ALGORITHMS, *PREDICTED))
             raise PlanError(f"algorithm={self.algorithm!r} is not known: choose one of {names}")
         measured = self.measured
-        known = () if measured is None else (HYBRID, *measured.rows[0].milliseconds)
-        if measured is not None and measured.topology_key == topology.key and self.algorithm in known:
+        if (
+            measured is not None
+            and measured.topology_key == topology.key
+            and self.algorithm in (HYBRID, *measured.rows[0].milliseconds)
+        ):
             # The groups of the scenario are those of the table already.
             return replace(measured, group_size=None)
         return AllReduceTable.from_cost_model(topology, backend, links)
 
-    @property
-    def comm_costs(self) -> CommCosts:
-        """What communication costs on the cluster."""
-        return CommCosts(self.cluster.links, self.cluster.host)
-
     @cached_property
     def step(self) -> Step:
-        """The simulated step; with stragglers the mean of several."""
-        return simulate_with(self.stragglers, self.profile, self.plan, self.comm_costs)
+        """The simulated step, which with stragglers has the mean length of several."""
+        comm_costs = CommCosts(self.cluster.links, self.cluster.host)
+        return simulate_with(self.stragglers, self.profile, self.plan, comm_costs)
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -154,7 +153,7 @@ class TrainingTime:
 
 
 def training_time(scenario: Scenario, epochs: int, num_samples: int) -> TrainingTime:
-    """How long epochs of so many samples take, in whole steps of the global batch.
+    """How long `epochs` epochs of `num_samples` samples take, in whole steps of the global batch.
 
     The samples that fill no step at the end of an epoch count into the next epoch.
     """
@@ -178,18 +177,18 @@ def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
     """Predictions for 1, 2, 4 ... ranks.
 
     Few ranks do not allow every setting: groups that are larger than all ranks become the nodes, an algorithm that
-    cannot run becomes the hierarchical one, and at least one rank is waited for.
+    cannot run becomes the hierarchical one, and backup workers are so few that one rank is left to wait for.
     """
     curve = []
-    num_ranks = 1
-    while num_ranks <= most_ranks:
+    for num_ranks in (2**power for power in range(most_ranks.bit_length())):
         group_size = scenario.group_size if (scenario.group_size or 0) <= num_ranks else None
         topology = scenario.cluster.topology(num_ranks, group_size)
         usable = scenario.algorithm not in ALGORITHMS or ALGORITHMS[scenario.algorithm].usable(topology)
         algorithm = scenario.algorithm if usable else Hierarchical.name
         backups = min(scenario.stragglers.num_backups, num_ranks - 1)
         stragglers = replace(scenario.stragglers, num_backups=backups)
-        variant = replace(scenario, num_ranks=num_ranks, group_size=group_size, algorithm=algorithm)
-        curve.append(replace(variant, stragglers=stragglers).prediction)
-        num_ranks *= 2
+        variant = replace(
+            scenario, num_ranks=num_ranks, group_size=group_size, algorithm=algorithm, stragglers=stragglers
+        )
+        curve.append(variant.prediction)
     return curve

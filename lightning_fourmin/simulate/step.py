@@ -4,8 +4,8 @@
     inside         reduce |0 |1 |  |2 |      broadcasts, in the gaps that reduces leave: |0 |1|..|2 |
     between               scatter |0   |1   |2    |      in the order of the pieces
 
-A bucket is ready when its last gradient is, and not before the bucket ahead of it. It is sent in the pieces of the
-plan, and each piece passes the phases of its algorithm one after the other. A link carries one phase at a time. All
+A bucket is ready when its last gradient is ready and the bucket before it is. It is sent in the pieces of the plan, and
+each piece passes the phases of its algorithm one after the other. A link carries one phase at a time. All
 ranks do the same at the same time, so one rank stands for all.
 
 The order of phases on each link is fixed: pieces in their order, and on the link inside a node all reduces before
@@ -30,12 +30,12 @@ class CommCosts:
 
     links: Links
     host: Link | None = None
-    """What sending a piece takes of the cores that compute, spread over the time that the piece is between groups."""
+    """The time that sending a piece takes from the cores, spread over the time that the piece is between groups."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time; the trace shows it in a lane."""
+    """A part of a step that took time; a trace shows it in one of its lanes."""
 
     lane: str
     name: str
@@ -62,18 +62,18 @@ class Step:
 
 @dataclass
 class _Piece:
-    """A piece of a bucket on its way."""
+    """A piece of a bucket on its way through the phases of its algorithm."""
 
     bucket: int
     algorithm: Algorithm
     num_bytes: int
     ready_s: float
     done_s: float
-    """When the phases that it has passed so far were over."""
+    """The time at which the last of the phases that the piece has passed so far was over."""
 
 
 def simulate(profile: Profile, plan: CommPlan, comm_costs: CommCosts) -> Step:
-    """One step in which every rank computes exactly as the profile says."""
+    """Simulates a step in which every rank computes exactly as the profile says."""
     cores = Cores()
     pieces, spans = ([], []) if plan.topology.world_size == 1 else _communicate(profile, plan, comm_costs, cores)
     ended_s = cores.reach(profile.forward_s + profile.backward_s)
@@ -91,9 +91,12 @@ def simulate(profile: Profile, plan: CommPlan, comm_costs: CommCosts) -> Step:
 def _communicate(
     profile: Profile, plan: CommPlan, comm_costs: CommCosts, cores: Cores
 ) -> tuple[list[_Piece], list[Span]]:
-    """Sends all pieces; gives them with their times, and a span for each phase."""
+    """Sends all pieces, and returns them with their times and a span for each of their phases.
+
+    The order of the calls of `carry` is the order on the links; `cores` is told what each piece takes from it.
+    """
     done_after_s = {gradient.name: profile.forward_s + gradient.ready_s for gradient in profile.gradients}
-    # Groups that span nodes reduce and broadcast on the link between nodes, too, so no phase is inside a node.
+    # Groups that span nodes reduce and broadcast between nodes as well, so that link carries all phases.
     one_link = plan.topology.groups_span_nodes
     inside, between = Wire(), Wire()
     pieces: list[_Piece] = []
@@ -122,7 +125,7 @@ def _communicate(
                     broadcasts.append((piece, phase))
                 else:
                     carry(piece, phase, inside if phase.stage == "reduce" and not one_link else between)
-    # Only now are all reduces in their places, and the gaps between them known.
+    # Broadcasts come last, because the gaps are known when all reduces have their places on the link.
     gaps = Gaps(inside)
     for piece, phase in broadcasts:
         carry(piece, phase, gaps)

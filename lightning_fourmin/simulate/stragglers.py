@@ -20,7 +20,7 @@ NUM_STEPS = 25
 
 @dataclass(frozen=True)
 class Stragglers:
-    """How the compute time of ranks differs from that of the profile, in each step anew."""
+    """How the compute time of ranks differs from that of the profile; each step draws anew who is slow."""
 
     jitter: float = 0.0
     """Standard deviation of a rank's compute time, as a share of it."""
@@ -29,7 +29,7 @@ class Stragglers:
     slowdown: float = 1.0
     """How many times longer a slow rank computes."""
     num_backups: int = 0
-    """Ranks whose gradients are dropped if they come last (Chen et al. 2016)."""
+    """The number of ranks whose gradients are dropped in each step because they come last (Chen et al. 2016)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,12 +53,15 @@ class Stragglers:
         return num_ranks - self.num_backups
 
     def paces(self, num_ranks: int, num_steps: int = NUM_STEPS) -> list[float]:
-        """How many times longer than the profile says the last awaited rank computes, for each of some steps."""
+        """The pace of the last rank that is waited for, in each of `num_steps` steps.
+
+        A pace is the compute time of a rank as a multiple of the profile's.
+        """
         draw, awaited = random.Random(self.seed), self.num_awaited(num_ranks)
         return [self._quantile(draw.betavariate(awaited, self.num_backups + 1)) for _ in range(num_steps)]
 
     def _quantile(self, share: float) -> float:
-        """The pace that this share of ranks does not exceed, by bisection of the distribution of paces."""
+        """The pace that this share of all ranks stays within, by bisection of the distribution of paces."""
         usual_share = 1 - self.probability
         if self.jitter == 0:
             return 1.0 if share <= usual_share else self.slowdown
@@ -72,9 +75,10 @@ class Stragglers:
 
 
 def simulate_with(stragglers: Stragglers, profile: Profile, plan: CommPlan, comm_costs: CommCosts) -> Step:
-    """A step of the mean length over several steps with stragglers.
+    """A step whose length is the mean over several steps with stragglers.
 
-    Its compute time is that of the profile, so what ranks wait for each other counts as exposed time.
+    The step that is nearest to the mean gives the spans. Compute time is that of the profile, so the time that ranks
+    wait for slower ones counts as exposed.
     """
     if stragglers.have_no_effect or plan.topology.world_size == 1:
         return simulate(profile, plan, comm_costs)

@@ -4,8 +4,7 @@ table  --candidates-->  a few plans  --StepTrial-->  ms a step with each  -->  t
 """
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +16,11 @@ from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.text import plural
-from lightning_fourmin.tune.step_trial import StepTimes, StepTrial, sum_of
+from lightning_fourmin.tune.step_trial import StepTrial, sum_of
 from lightning_fourmin.tune.verdict import sentence_for
 
 THRESHOLDS = (1.0, 0.25, 4.0)
 """The fusion thresholds that are tried, as multiples of the default."""
-
-ShowProgress = Callable[[str], AbstractContextManager[Progress]]
-"""Shows a progress bar with a title, and gives the function that fills it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def candidates(
     table: AllReduceTable,
     parameters: Sequence[tuple[str, nn.Parameter]],
 ) -> list[Candidate]:
-    """The plans to try: some thresholds by the table, and each single algorithm at the default threshold.
+    """The plans to try: THRESHOLDS with the table's choices, and each algorithm alone at the default threshold.
 
     A plan that sends the same pieces by the same algorithms as one before it is left out.
     """
@@ -72,15 +68,15 @@ def tune_net(
     table: AllReduceTable,
     groups: ProcessGroups,
     options: CommOptions,
-    show_progress: ShowProgress,
     budget_s: float,
+    progress: Progress,
 ) -> tuple[AllReduceTable, list[str]]:
-    """The table with the settings that train the net fastest, and what was found, in lines; a collective call.
+    """The table with the settings that train the net fastest, and lines on what was found; a collective call.
 
     The last line is the sentence on whether fourmin helps.
     """
     parameters = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    # A step takes as long at any rate. At a rate of 0 the weights stay, so no loss can become infinite.
+    # The time of a step does not depend on the learning rate. At 0 the weights stay, so no loss becomes infinite.
     optimizer = torch.optim.SGD([parameter for _, parameter in parameters], lr=0.0, momentum=0.9)
 
     def step(wrapped: nn.Module, batch: Tensor) -> None:
@@ -89,16 +85,12 @@ def tune_net(
         optimizer.step()
 
     tried = candidates(options, topology, table, parameters)
-    with show_progress("measuring steps") as progress:
-        times = StepTrial(net, inputs, step, groups).measure([one.plan for one in tried], budget_s, progress)
+    times = StepTrial(net, inputs, step, groups).measure([one.plan for one in tried], budget_s, progress)
     medians = [statistics.median(ms) for ms in times.planned_ms]
     best_ms, best = min(zip(medians, tried, strict=True), key=lambda pair: pair[0])
     ddp_ms, compute_ms = statistics.median(times.ddp_ms), statistics.median(times.compute_ms)
     gain = sentence_for(ddp_ms, best_ms, compute_ms, str(best))
-    return best.found_in(table), [*_lines(times, tried), f"fastest: {best}", best.plan.explain(SHORT_ROWS), gain]
-
-
-def _lines(times: StepTimes, tried: Sequence[Candidate]) -> list[str]:
     rows = [(times.compute_ms, "without communication"), (times.ddp_ms, "ddp")]
     rows += [(ms, str(one)) for ms, one in zip(times.planned_ms, tried, strict=True)]
-    return ["steps:", *(f"{statistics.median(ms):10.1f} ms  n={len(ms)}  {what}" for ms, what in rows)]
+    steps = [f"{statistics.median(ms):10.1f} ms  n={len(ms)}  {what}" for ms, what in rows]
+    return best.found_in(table), ["steps:", *steps, f"fastest: {best}", best.plan.explain(SHORT_ROWS), gain]

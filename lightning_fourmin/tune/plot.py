@@ -49,7 +49,7 @@ def plot_rows(axes: "Axes", rows: Sequence[Row], choices: Sequence[str]) -> None
             low_ms, high_ms = zip(*(row.spread_ms[name] for row in rows), strict=True)
             axes.fill_between(sizes, low_ms, high_ms, color=color, alpha=0.2, linewidth=0)
     log_axes(axes, x_base=4, y_base=10)
-    # At most five sizes, evenly spread, so that their labels do not touch.
+    # Labels of more than five sizes would touch.
     labelled = [rows[int(place)].num_bytes for place in np.linspace(0, len(rows) - 1, min(5, len(rows)))]
     axes.set_xticks(labelled, [readable_size(size) for size in labelled])
 
@@ -59,7 +59,7 @@ def plot_switch_points(axes: "Axes", table: AllReduceTable) -> None:
     smallest, largest = table.rows[0].num_bytes, table.rows[-1].num_bytes
     for number, (size, below, above) in enumerate(table.switch_points()):
         axes.axvline(size, color=MUTED, linestyle=":", linewidth=1)
-        # Curves rise to the right, which leaves the top free on the left of a line, if there is room for the text.
+        # Curves rise to the right, so the place on the left of a line is free, but in the left half it is too narrow.
         side, shift = ("right", -5) if size * size > smallest * largest else ("left", 5)
         axes.annotate(
             f"{readable_size(size)}: {below} to {above}",

@@ -1,7 +1,7 @@
 """Times real steps of a net with each of several plans, with plain DDP, and without communication.
 
-An all-reduce that is timed by itself does not tell which plan is best. In a step buckets follow each other, so the
-busiest link counts and not the latency, and sending takes its share of the cores from computing.
+The times of single all-reduces do not tell which plan is best. In a step buckets follow each other, so that the busiest
+link counts rather than latency, and sending takes cores away from computing.
 
     turn 1   compute | ddp | plan 1 | plan 2 | plan 3       each variant: two steps to warm up, three that count
     turn 2   plan 3 | plan 2 | plan 1 | ddp | compute
@@ -32,11 +32,11 @@ from lightning_fourmin.errors import PlanError
 from lightning_fourmin.strategy import only_batch_norm_statistics
 
 NUM_WARMUP, NUM_TIMED = 2, 3
-"""Steps of a variant in each turn. DDP cuts its buckets anew after the first one, so that one must not count."""
+"""Steps of a variant in each turn. The first one must not count, because DDP cuts its buckets anew after it."""
 NUM_BASELINES = 2
-"""The first variants, compute alone and plain DDP, are timed in every turn."""
+"""The number of variants before the plans: compute alone and plain DDP, which are timed in every turn."""
 IN_REACH = 1.1
-"""A plan whose steps take more than so many times those of the fastest plan is not tried a third time."""
+"""The time of a step as a multiple of the fastest plan's up to which a plan is tried in a third and later turns."""
 
 Step = Callable[[nn.Module, Tensor], object]
 """Forward, backward and update of a net on a batch."""
@@ -55,12 +55,12 @@ class StepTrial:
     def measure(
         self, plans: Sequence[CommPlan], budget_s: float, progress: Progress = lambda share: None
     ) -> "StepTimes":
-        """Times each variant forth and back, so that no place in the order is an advantage, then as time allows."""
+        """Times each variant in two turns, of opposite order to be fair to all, and in more turns as time allows."""
         variants: list[Variant] = [self._compute_alone, self._ddp, *(partial(self._planned, plan) for plan in plans)]
         times: list[list[float]] = [[] for _ in variants]
         order = list(range(len(variants)))
         start_s, turn, spent = time.monotonic(), 0, 0.0
-        # Another turn begins if at the pace of those so far it ends within the budget.
+        # One more turn begins if it will end within the budget at the pace of the turns so far.
         while turn < 2 or broadcast_object(spent * (turn + 1) / turn) <= 1.0:
             for i in order:
                 times[i] += self._turn(variants[i])
@@ -80,12 +80,14 @@ class StepTrial:
         with variant() as wrapped:
             step = partial(self._step, wrapped)
             times = [timed_ms(step, self._batch) for _ in range(NUM_WARMUP + NUM_TIMED)]
-        # DDP refers to itself, so only the collector frees it; it must let go of the net before the next one wraps it.
+        # DDP refers to itself, so only the collector frees it. Its hooks on the parameters must be gone before the next
+        # variant wraps the net.
         del wrapped, step
         gc.collect()
         return times[NUM_WARMUP:]
 
-    # `init_sync=False`: weights that differ between ranks take no longer, so DDP need not broadcast those of rank 0.
+    # Weights that differ between ranks do not change the time of a step. So DDP need not broadcast those of rank 0 for
+    # each variant and turn: `init_sync=False`.
 
     @contextmanager
     def _compute_alone(self) -> Iterator[DistributedDataParallel]:
@@ -103,12 +105,11 @@ class StepTrial:
     def _planned(self, plan: CommPlan) -> Iterator[DistributedDataParallel]:
         """The net as the strategy wraps it for a plan."""
         assert plan.fusion is not None
-        caps = list(plan.fusion.caps_mb)
         net = DistributedDataParallel(
             self._net,
             init_sync=False,
             forward_sync_buffers=not only_batch_norm_statistics(self._net),
-            bucket_cap_mb_list=caps,  # type: ignore[arg-type]
+            bucket_cap_mb_list=list(plan.fusion.caps_mb),  # type: ignore[arg-type]
         )
         shared_bytes = wire_bytes(self._net, plan.wire_dtype)
         with closing(Engine(plan, self._groups, self._batch.device, shared_bytes=shared_bytes)) as engine:
@@ -118,12 +119,12 @@ class StepTrial:
 
 
 Variant = Callable[[], AbstractContextManager[DistributedDataParallel]]
-"""Wraps the net of a trial for the time of a turn."""
+"""A context in which the net of a trial is wrapped, for the time of a turn."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of the steps of a trial. All ranks have the same: a step lasts until the slowest rank is done."""
+    """Milliseconds of the steps of a trial, which are the same on all ranks: a step lasts until the slowest is done."""
 
     compute_ms: list[float]
     """Steps without communication."""

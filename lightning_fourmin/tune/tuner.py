@@ -30,7 +30,7 @@ TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other before they give up."""
 
 MakeNet = Callable[[], tuple[nn.Module, Tensor]]
-"""Makes a net and a batch of inputs for it, both on the CPU."""
+"""A function that makes a net and a batch of inputs for it, both on the CPU."""
 
 
 @dataclass
@@ -77,15 +77,15 @@ class TuneOptions:
 def tune(
     options: TuneOptions, node_rank: int, device: torch.device, make_net: MakeNet | None = None
 ) -> tuple[AllReduceTable, list[str]]:
-    """Measures, and writes table and picture; a collective call.
+    """Measures the all-reduces and the steps of a net, and writes table and picture; a collective call.
 
-    Returns the table and the lines that rank 0 has printed. Without `make_net` no steps are measured.
+    Returns the table and, on all ranks, the lines that rank 0 has printed. Without `make_net` no steps are measured.
     """
     topology = Topology.build(gather_objects(node_rank), options.group_size)
     groups = ProcessGroups.shared(TIMEOUT)
     wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
     path = Path(options.out) if options.out else cached_table_path(topology, dist.get_backend())
-    # Before the measurement, which a folder that cannot be made should not waste.
+    # A folder that cannot be made is an error before the measurement rather than after it.
     from_rank_0(lambda: path.parent.mkdir(parents=True, exist_ok=True))
     with _progress("measuring all-reduce", options.budget_s) as progress:
         table = measure_table(
@@ -106,27 +106,23 @@ def tune(
             print("\n".join(lines), flush=True)
 
     say(str(table), f"links: {table.fit}")
-    # Before the steps of the net, which may fail.
+    # The table is written before the steps of the net, too, which may fail.
     written = from_rank_0(lambda: _write(table, path))
     if make_net is None:
         say(written, sentence_without_model(table))
         return table, printed
     net, inputs = make_net()
-    table, lines = tune_net(
-        net.to(device),
-        inputs.to(device),
-        topology,
-        table,
-        groups,
-        CommOptions(wire_dtype=options.wire_dtype, group_size=options.group_size),
-        lambda what: _progress(what, options.budget_s),
-        options.budget_s,
-    )
+    comm_options = CommOptions(wire_dtype=options.wire_dtype, group_size=options.group_size)
+    with _progress("measuring steps", options.budget_s) as progress:
+        table, lines = tune_net(
+            net.to(device), inputs.to(device), topology, table, groups, comm_options, options.budget_s, progress
+        )
     say(*lines[:-1], from_rank_0(lambda: _write(table, path)), lines[-1])
     return table, printed
 
 
 def _write(table: AllReduceTable, path: Path) -> str:
+    """Writes the table and, beside it, its picture; returns a line that says where they are."""
     picture = path.with_suffix(".svg")
     write_table(table, path)
     draw(table, picture)

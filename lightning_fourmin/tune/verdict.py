@@ -5,19 +5,19 @@ from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.text import readable_size
 
 CLEAR_GAIN = 1.05
-"""Only what is at least so many times as fast is called faster."""
+"""The speedup from which on a plan or an algorithm is called faster."""
 SMALL_SHARE = 0.05
-"""If communication is less than this share of a step with plain DDP, there is little to gain."""
+"""The share of a step with plain DDP below which communication leaves little to gain."""
 
 
 def sentence_for(ddp_ms: float, ours_ms: float, compute_ms: float, how: str) -> str:
     """The sentence for a net that was tried.
 
     Args:
-        ddp_ms: a step with plain DDP.
-        ours_ms: a step with the fastest plan.
-        compute_ms: a step without communication.
-        how: what the fastest plan is.
+        ddp_ms: the time of a step with plain DDP.
+        ours_ms: the time of a step with the fastest plan.
+        compute_ms: the time of a step without communication.
+        how: the settings of the fastest plan, in words.
     """
     times = f"{ddp_ms:.0f} ms a step with ddp, {ours_ms:.0f} ms with fourmin"
     exposed_ms = max(0.0, ddp_ms - compute_ms)
@@ -33,7 +33,7 @@ def sentence_for(ddp_ms: float, ours_ms: float, compute_ms: float, how: str) -> 
 
 
 def sentence_without_model(table: AllReduceTable) -> str:
-    """The sentence where no net was given: what the table says of its largest size."""
+    """The sentence if no net was given: what the table says about its largest size."""
     largest = table.rows[-1]
     best = table.choose(largest.num_bytes)
     ring_ms, best_ms = largest.milliseconds[Ring.name], largest.milliseconds[best]
