@@ -171,6 +171,16 @@ class FourMinStrategy(DDPStrategy):
         return self._topology
 
     @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype of gradients on the wire, known before a fit; None: their own."""
+        return self._options.wire(self._compute_dtype)
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        precision = self.precision_plugin
+        return precision.dtype if isinstance(precision, FourMinPrecision) else None
+
+    @property
     def fusion_plan(self) -> FusionPlan | None:
         """The buckets of the current fit; None where DDP cuts them (`bucket_cap_mb`) or a user's hook runs."""
         return None if self.plan is None else self.plan.fusion
@@ -272,17 +282,15 @@ class FourMinStrategy(DDPStrategy):
 
     def _decide_plan(self, model: nn.Module) -> CommPlan:
         """The plan of a fit; a collective call, because rank 0 reads the table for all, or all measure one."""
-        options, precision = self._options, self.precision_plugin
-        compute_dtype = precision.dtype if isinstance(precision, FourMinPrecision) else None
-        wire_dtype = options.wire(compute_dtype)
+        options = self._options
         self._groups = ProcessGroups.shared(self._timeout)
         table = choose_table(
             options.table,
             self.topology,
             self._groups,
             self.root_device,
-            wire_bytes(model, wire_dtype),
-            wire_dtype,
+            wire_bytes(model, self.wire_dtype),
+            self.wire_dtype,
             any_groups=options.group_size is None,
         )
         parameters = []
@@ -290,7 +298,9 @@ class FourMinStrategy(DDPStrategy):
             ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
             parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         rebuilt = bool(self._ddp_kwargs.get("static_graph")) or not self._ddp_kwargs.get("find_unused_parameters")
-        return CommPlan.decide(options, self.topology, dist.get_backend(), table, parameters, compute_dtype, rebuilt)
+        return CommPlan.decide(
+            options, self.topology, dist.get_backend(), table, parameters, self._compute_dtype, rebuilt
+        )
 
     @override
     def _register_ddp_hooks(self) -> None:
