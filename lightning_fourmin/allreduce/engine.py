@@ -53,7 +53,7 @@ class Engine:
         `missing_ranks` is told what the engine waits for until `close`, and says who has not arrived.
         """
         self.plan = plan
-        self.spans = spans or Spans(device)
+        self.spans = Spans(device) if spans is None else spans
         self.meter: Meter | None = None
         """The meter, once someone measures; it says whether buckets have to wait for the last one of their step."""
         self._groups, self._device = groups, device

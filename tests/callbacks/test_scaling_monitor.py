@@ -274,3 +274,44 @@ def fit_with_own_hook() -> Any:
 
 def test_a_hook_of_the_user_s_own_hides_when_gradients_are_under_way(ranks: RankPool) -> None:
     assert ranks.run(fit_with_own_hook)[0].e is None
+
+
+class Logs(Regression):
+    """Logs a mean over ranks in every step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+class TakeWaits(Callback):
+    """Takes the times of each step from a meter of its own."""
+
+    def __init__(self) -> None:
+        self.num_waits: list[int] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy, FourMinStrategy)
+        meter = trainer.strategy.measure_communication()
+        assert meter is not None
+        self.meter = meter
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_waits.append(len(self.meter.take().waits))
+
+
+def waits_of_each_step(trace: bool) -> list[int]:
+    takes = TakeWaits()
+    trainer = rank_trainer(FourMinStrategy(trace=trace), max_steps=3, callbacks=[takes])
+    trainer.fit(Logs(nn.Linear(4, 1)), data(4))
+    return takes.num_waits
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_logging_a_mean_over_ranks_is_a_wait(
+    ranks: RankPool, trace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for num_waits in ranks.run(waits_of_each_step, trace, world=2):
+        assert num_waits == [1, 1, 1]
