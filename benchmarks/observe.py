@@ -100,10 +100,9 @@ def publish(data: dict[str, Any], num_rounds: int) -> None:
 
 TEXT = """\
 Truth is the step with a hook that sends nothing, by the step with the monitor. Layers of device_like take time but no
-core, as those of an accelerator. The other nets compute on the two cores that also carry the packets of the emulated
-network and sum the gradients, which slows computing down without being a wait: the monitor sees it by steps that send
-their gradients after backward. In 2x2 four ranks of fc_heavy share two cores: with a hook that sends nothing all four
-compute at once and slow each other down, so the truth is too high there.
+core, as those of an accelerator: there the monitor's e has to be the truth. The other nets compute on the two cores
+that also carry the packets of the emulated network and sum the gradients. That slows computing down, which is no wait,
+so there e lies above the truth by what sending costs the cores, and S is lower by as much.
 
 """
 

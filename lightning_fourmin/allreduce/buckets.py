@@ -68,15 +68,6 @@ class FusionPlan:
         limits = [max(cap, 1) for cap in (caps if rebuilt else reversed(caps))]
         return cls(_ddp_buckets(parameters, limits, rebuilt), tuple(limit / MIB for limit in limits), threshold_bytes)
 
-    def __str__(self) -> str:
-        lines = [f"{len(self.buckets)} buckets, fusion threshold {self.threshold_bytes / MIB:g} MiB"]
-        for index, bucket in enumerate(self.buckets):
-            lines.append(
-                f"  {index:3d}  {len(bucket.names):4d} tensors  {bucket.num_bytes:12,d} bytes  "
-                f"{dtype_name(bucket.dtype)}  {bucket.content}"
-            )
-        return "\n".join(lines)
-
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
     """ValueError for an embedding whose gradients are sparse."""

@@ -55,7 +55,7 @@ class Engine:
         self.plan = plan
         self.spans = Spans(device) if spans is None else spans
         self.meter: Meter | None = None
-        """The meter, once someone measures; it says whether buckets have to wait for the last one of their step."""
+        """The meter, once someone measures."""
         self._groups, self._device = groups, device
         # Kept for error texts, which may be made when the default group is already gone.
         self._rank = dist.get_rank()
@@ -65,7 +65,6 @@ class Engine:
         self._in_flight: set[BucketInFlight] = set()
         self._error: BaseException | None = None
         self._num_pieces = self._num_buckets = self._num_backwards = 0
-        self._held: list[Piece] = []
         self._busy: dict[str, tuple[float, Piece]] = {}
         """The piece that each stage is busy with, and since when; the thread of `missing_ranks` reads a copy."""
         self._missing_ranks = missing_ranks
@@ -89,11 +88,10 @@ class Engine:
             self.spans.listen(self.meter)
         return self.meter
 
-    def submit(self, gradients: Tensor, index: int, is_last: bool = True) -> Future[Tensor]:
+    def submit(self, gradients: Tensor, index: int) -> Future[Tensor]:
         """Starts the all-reduce of a flat bucket, number `index` of its step; the future holds the mean over all ranks.
 
-        Where the meter asks for a step in which nothing disturbs computing, all buckets start with the last one. The
-        mean is in `gradients` or in shared memory, where it stays until the step after the next one begins.
+        The mean is in `gradients` or in shared memory, where it stays until the step after the next one begins.
         """
         handed_over = self.spans.device_now()
         sending = self.plan.send(gradients.numel(), gradients.dtype)
@@ -107,9 +105,6 @@ class Engine:
                 self._in_flight.add(bucket)
         if not is_sent:
             bucket.complete()
-            # Others of its step may be held back, and this bucket was to release them.
-            if is_last:
-                self._start_held(bucket)
             return bucket.future
         if self._arena is not None and "reduce" in route.phases:
             bucket.slot = self._arena.place(
@@ -119,11 +114,10 @@ class Engine:
         for numel in sending.numels:
             slot = None if bucket.slot is None else bucket.slot.narrow(start, numel)
             tag = self._num_pieces % NUM_TAGS
-            self._held.append(Piece(bucket, gradients[start : start + numel], slot, tag, handed_over))
+            with torch.no_grad():
+                self._pipeline.start(Piece(bucket, gradients[start : start + numel], slot, tag, handed_over))
             start += numel
             self._num_pieces += 1
-        if is_last or self.meter is None or not self.meter.undisturbed:
-            self._start_held(bucket)
         if self.spans:
             details = {"algorithm": sending.algorithm.name, "bytes": sending.num_bytes, "pieces": len(sending.numels)}
             numbers = {"number": bucket.number, "backward": self._num_backwards, "num_bytes": sending.num_bytes}
@@ -171,14 +165,6 @@ class Engine:
             self._end_phase(piece, stage)
             piece.pending_stage, piece.pending_since = stage, self.spans.now()
             piece.pending = piece.bucket.route.phases[stage](piece)
-
-    def _start_held(self, newest: BucketInFlight) -> None:
-        """Starts all pieces that have not been started; on CUDA they are ready when the newest bucket is."""
-        for piece in self._held:
-            piece.bucket.ready = newest.ready
-            with torch.no_grad():
-                self._pipeline.start(piece)
-        self._held = []
 
     def _visit(self, piece: Piece, stage: str, is_first: bool) -> None:
         """Advances a piece. After an error pieces pass all stages untouched, so that the threads can end."""
@@ -274,4 +260,4 @@ class Engine:
 
 def all_reduce_hook(engine: Engine, bucket: dist.GradBucket) -> Future[Tensor]:
     """The hook for DistributedDataParallel, with an engine as its state."""
-    return engine.submit(bucket.buffer(), bucket.index(), bucket.is_last())
+    return engine.submit(bucket.buffer(), bucket.index())

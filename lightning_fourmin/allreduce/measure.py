@@ -49,6 +49,10 @@ class Stamp(NamedTuple):
     event: torch.cuda.Event | None = None
 
 
+UNHEARD = Stamp(0)
+"""The moment of a span that nobody hears of."""
+
+
 def now_ns() -> int:
     """The clock of all spans; it never jumps, and the ranks of a machine share it."""
     return time.perf_counter_ns()
@@ -115,8 +119,8 @@ class Spans:
         self.listeners = [*self.listeners, listener]
 
     def now(self) -> Stamp:
-        """A moment of the host: it is cheap, and the trace needs no other."""
-        return Stamp(now_ns())
+        """A moment of the host: it is cheap, and the trace needs no other. While nobody listens it is any moment."""
+        return Stamp(now_ns()) if self.listeners else UNHEARD
 
     def device_now(self) -> Stamp:
         """A moment that on CUDA is also marked on the device, which runs behind the host."""
@@ -193,8 +197,6 @@ class Meter:
         self._handed: dict[int, HandOver] = {}
         self._done: dict[int, InFlight] = {}
         self._waits: list[Wait] = []
-        self.undisturbed = False
-        """Set between steps: the buckets of the next step wait for its last one, so that nothing disturbs computing."""
         self.paused = False
         """Set while something runs that is not part of a step, such as a validation: its waits do not count."""
 

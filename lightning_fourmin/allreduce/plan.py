@@ -11,9 +11,10 @@ that the table expects, and how exact the result is. Only the size and dtype of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,13 +51,13 @@ class CommOptions:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        for field, choices in {"algorithm": (HYBRID, *ALGORITHMS), "wire_dtype": (None, *WIRE_DTYPES)}.items():
-            if (value := getattr(self, field)) not in choices:
-                raise ValueError(f"{field}={value!r} is not known: choose one of {', '.join(map(repr, choices))}")
-        for field in ("group_size", "fusion_mb", "switch_mb", "predivide", "stall_warning_s"):
-            value = getattr(self, field)
+        for name, choices in {"algorithm": (HYBRID, *ALGORITHMS), "wire_dtype": (None, *WIRE_DTYPES)}.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}")
+        for name in ("group_size", "fusion_mb", "switch_mb", "predivide", "stall_warning_s"):
+            value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{field} must be a number above 0, got {value!r}: leave it out for the default")
+                raise ValueError(f"{name} must be a number above 0, got {value!r}: leave it out for the default")
         if self.group_size is not None and not isinstance(self.group_size, int):
             raise ValueError(f"group_size must be a whole number of ranks, got {self.group_size!r}")
         if self.switch_mb is not None and self.algorithm != HYBRID:
@@ -78,7 +79,7 @@ class Sending:
     numels: tuple[int, ...]
     """Number of gradients in each piece, in order."""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes on the wire."""
         return sum(self.piece_bytes)
@@ -104,6 +105,25 @@ class PlanRow:
     update: str = "replicated"
     """Who updates the weights: every rank all of them."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """The row for JSON: plan.json and the record of a run have these names."""
+        bucket, sending = self.bucket, self.sending
+        return {
+            "num_tensors": len(bucket.names),
+            "num_bytes": bucket.num_bytes,
+            "dtype": dtype_name(bucket.dtype),
+            "first": bucket.names[0],
+            "last": bucket.names[-1],
+            "wire_bytes": sending.num_bytes,
+            "wire_dtype": dtype_name(sending.wire_dtype),
+            "form": self.form,
+            "update": self.update,
+            "algorithm": sending.algorithm.name,
+            "num_pieces": len(sending.numels),
+            "expected_ms": None if self.expected_ms is None else round(self.expected_ms, 4),
+            "exactness": self.exactness,
+        }
+
 
 @dataclass(frozen=True)
 class CommPlan:
@@ -119,6 +139,10 @@ class CommPlan:
     """The factor that gradients are divided by before the sum; None: see `predivide.py`."""
     fusion: FusionPlan | None = None
     """The buckets and the caps that make DDP cut them; None where DDP cuts by itself."""
+    _sendings: dict[tuple[int, torch.dtype], Sending] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What `send` has answered: the engine asks again in every step."""
 
     @classmethod
     def decide(
@@ -156,6 +180,8 @@ class CommPlan:
 
     def send(self, numel: int, dtype: torch.dtype) -> Sending:
         """How a bucket of so many gradients travels: the same pieces for everyone who asks."""
+        if (known := self._sendings.get((numel, dtype))) is not None:
+            return known
         wire_dtype = self.wire_dtype or dtype
         num_bytes = numel * wire_dtype.itemsize
         name = self.table.choose(num_bytes)
@@ -163,7 +189,7 @@ class CommPlan:
         # As `Tensor.tensor_split` cuts: the first pieces are one larger where the number does not divide evenly.
         smaller, num_larger = divmod(numel, num_pieces)
         numels = tuple(smaller + (number < num_larger) for number in range(num_pieces))
-        return Sending(algorithm_of(name), wire_dtype, numels)
+        return self._sendings.setdefault((numel, dtype), Sending(algorithm_of(name), wire_dtype, numels))
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:

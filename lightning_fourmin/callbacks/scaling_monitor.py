@@ -2,9 +2,9 @@
 
 a step of one rank   |.. forward ..|.. backward ..|wait|. optimizer .|      step_s, from step's end to step's end
 buckets in flight                     [=====][========]                     busy_s
-the rank cannot compute                           =====                     exposed_s; computing_s is the rest
+the rank cannot compute                           =====                     exposed_s
 
-T = samples of all ranks / step_s      e = computing_s without traffic / step_s      S = T / (N * e)
+T = samples of all ranks / step_s    e = 1 - exposed_s / step_s    S = T / (N * e), the speed of a rank without waits
 """
 
 import math
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -29,11 +30,6 @@ from lightning_fourmin.strategy import FourMinStrategy
 
 MAX_STEPS = 10_000
 """The summary is about the last steps, and at most about this many."""
-FIRST_ALONE, NUM_ALONE, ALONE_EVERY = 4, 3, 64
-"""The steps in which gradients are sent after backward: NUM_ALONE in a row from step FIRST_ALONE, and every
-ALONE_EVERY-th. In them computing is alone; traffic does not disturb it."""
-KEPT_ALONE = 9
-"""The number of such steps, the last ones, from which the median is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +37,14 @@ class ScalingSummary:
     """Throughput T = S * N * e of all ranks, from medians over steps. A field is None where it is not known."""
 
     S: float | None = None
-    """Samples a second of one rank while it neither waits for others nor sends gradients."""
+    """Samples a second of one rank while it does not wait for others."""
     N: int
     """The number of ranks."""
     e: float | None = None
-    """Scaling efficiency, 0 to 1: the share of a step that computing alone would take, mean over ranks."""
+    """Scaling efficiency: the share of a step in which a rank does not wait for others, mean over ranks."""
+    e_low: float | None = None
+    e_high: float | None = None
+    """The share of a step in a quarter of all steps is at most `e_low`, and in another quarter at least `e_high`."""
     T: float
     """Samples a second of all ranks."""
     step_ms: float
@@ -53,7 +52,7 @@ class ScalingSummary:
     comm_ms: float | None = None
     """The time of a step in which gradients are in flight."""
     exposed_ms: float | None = None
-    """The time of a step in which a rank waits for others or for gradients, and cannot compute."""
+    """The time of a step in which a rank waits for others or for gradients, and cannot compute: (1 - e) * step_ms."""
     bus_mb_per_s: float | None = None
     """2 (N - 1) / N times the bytes of the gradients on the wire, by `comm_ms`: comparable between numbers of ranks."""
     slowest_rank: int | None = None
@@ -63,19 +62,21 @@ class ScalingSummary:
 
 
 class _Step(NamedTuple):
-    """A training step as one rank saw it, or the medians of many; exposed_s and busy_s are NaN if they are unknown."""
+    """A training step as one rank saw it, or the medians of many; e and busy_s are NaN if they are unknown."""
 
     num_samples: float
     step_s: float
-    exposed_s: float
     busy_s: float
     num_bytes: float
-    alone_s: float = math.nan
-    """The time that computing takes while no gradients are in flight; NaN if it is unknown."""
+    e: float
+    """The share of the step in which the rank did not wait."""
+    e_low: float = math.nan
+    e_high: float = math.nan
+    """The quartiles of e where the others are medians."""
 
     @property
     def computing_s(self) -> float:
-        return max(0.0, self.step_s - self.exposed_s)
+        return self.e * self.step_s
 
 
 class ScalingMonitor(Callback):
@@ -89,9 +90,8 @@ class ScalingMonitor(Callback):
     backward pass is in flight, while the engine keeps the main thread busy, in `self.log(sync_dist=True)`, and in the
     broadcast with which Lightning starts a step.
 
-    Sending takes cores, memory and caches from computing, which is not seen as a wait. To measure it, gradients are now
-    and then sent after backward instead of during it (three steps soon after the start, then every 64th): S and e are
-    computed from the computing time of those steps, the other figures from the other steps.
+    Sending takes cores, memory and caches from computing, which is no wait: it lowers S rather than e. A run on one
+    rank has the S of a rank that sends nothing.
 
     Only the `fourmin` strategy knows when gradients are in flight. With other strategies on several ranks N, T and the
     step time are logged. On one rank e is 1.
@@ -104,13 +104,10 @@ class ScalingMonitor(Callback):
         self.summary: ScalingSummary | None = None
         """The figures of the last fit."""
         self._meter: Meter | None = None
-        self._unresolved: list[tuple[int, float, TakenTimes | None, bool]] = []
-        """The steps that were not logged yet: samples, seconds, times of buckets, and whether computing was alone. On
-        CUDA the times are events that the device may not have reached."""
+        self._unresolved: list[tuple[int, float, TakenTimes | None]] = []
+        """The steps that were not logged yet: samples, seconds and times of buckets. On CUDA the times are events that
+        the device may not have reached."""
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
-        self._alone_s: deque[float] = deque(maxlen=KEPT_ALONE)
-        """The computing times of the steps in which computing was alone."""
-        self._num_steps = 0
         self._num_samples = 0
         """The number of samples of the current step up to now."""
         self._start_s = self._paused_s = math.nan
@@ -123,8 +120,6 @@ class ScalingMonitor(Callback):
         self.summary = None
         self._unresolved, self._num_samples, self._global_step = [], 0, trainer.global_step
         self._steps.clear()
-        self._alone_s.clear()
-        self._num_steps = 0
         strategy = trainer.strategy
         self._meter = strategy.measure_communication() if isinstance(strategy, FourMinStrategy) else None
         if self._meter is not None:
@@ -168,10 +163,7 @@ class ScalingMonitor(Callback):
         # While gradients accumulate after a logged step there is nothing new to log.
         if not is_logged_step(trainer, pl_module) or not self._unresolved:
             return
-        steps = self._resolve(trainer)
-        if not steps:
-            return
-        for name, value in asdict(self._summarize(trainer, steps)).items():
+        for name, value in asdict(self._summarize(trainer, self._resolve(trainer))).items():
             if value is not None:
                 pl_module.log(f"fourmin/{name}", float(value), batch_size=1)
                 if name in ("S", "e", "T"):
@@ -180,35 +172,28 @@ class ScalingMonitor(Callback):
     def _end_step(self, trainer: Trainer) -> None:
         now = time.perf_counter()
         taken = None if self._meter is None else self._meter.take()
-        alone = self._meter is not None and self._meter.undisturbed
-        self._unresolved.append((self._num_samples, now - self._start_s, taken, alone))
+        self._unresolved.append((self._num_samples, now - self._start_s, taken))
         self._start_s, self._num_samples, self._global_step = now, 0, trainer.global_step
-        self._num_steps += 1
-        if self._meter is not None:
-            self._meter.undisturbed = trainer.world_size > 1 and _is_alone(self._num_steps)
         if len(self._unresolved) >= MAX_STEPS:
             self._resolve(trainer)
 
     def _resolve(self, trainer: Trainer) -> list[_Step]:
-        """Returns the steps since the last call, without those in which computing was alone; waits for the device."""
+        """Returns the steps since the last call; waits for the device."""
         unmeasured_s = 0.0 if trainer.world_size == 1 else math.nan
         steps = []
-        for num_samples, step_s, taken, alone in self._unresolved:
+        for num_samples, step_s, taken in self._unresolved:
             communication = Communication(unmeasured_s, unmeasured_s, 0) if taken is None else taken.communication()
-            step = _Step(num_samples, step_s, *communication)
-            if alone:
-                self._alone_s.append(step.computing_s)
-            else:
-                steps.append(step)
+            exposed_s, busy_s, num_bytes = communication
+            steps.append(_Step(num_samples, step_s, busy_s, num_bytes, 1 - exposed_s / step_s))
         self._unresolved = []
         self._steps.extend(steps)
         return steps
 
     def _summarize(self, trainer: Trainer, steps: Sequence[_Step]) -> ScalingSummary:
         """Computes the summary of all ranks from the medians of each. The call is a collective of all ranks."""
-        medians = [statistics.median(values) for values in zip(*steps, strict=True)]
-        medians[-1] = statistics.median(self._alone_s or [math.nan])
-        mine = torch.tensor(medians, device=trainer.strategy.root_device)
+        e_low, e_high = np.quantile([step.e for step in steps], (0.25, 0.75)).tolist()
+        *medians, _, _ = (statistics.median(values) for values in zip(*steps, strict=True))
+        mine = torch.tensor([*medians, e_low, e_high], device=trainer.strategy.root_device)
         everyones = [mine]
         if trainer.world_size > 1:
             everyones = [torch.empty_like(mine) for _ in range(trainer.world_size)]
@@ -229,12 +214,8 @@ class ScalingMonitor(Callback):
     def _stop(self, trainer: Trainer) -> None:
         vars(trainer.fit_loop.epoch_loop).pop(ASK_BEFORE_BATCH, None)
         if self._meter is not None:
-            self._meter.undisturbed = self._meter.paused = False
+            self._meter.paused = False
         self._meter = None
-
-
-def _is_alone(number: int) -> bool:
-    return FIRST_ALONE <= number < FIRST_ALONE + NUM_ALONE or number % ALONE_EVERY == 0
 
 
 def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
@@ -242,24 +223,26 @@ def summarize(everyones: Sequence[_Step]) -> ScalingSummary:
     num_ranks = len(everyones)
     step_s = statistics.fmean(step.step_s for step in everyones)
     samples_a_s = sum(step.num_samples for step in everyones) / step_s
-    exposed_s = statistics.fmean(step.exposed_s for step in everyones)
-    if math.isnan(exposed_s):
+    e, e_low, e_high = (
+        statistics.fmean(getattr(step, name) for step in everyones) for name in ("e", "e_low", "e_high")
+    )
+    if math.isnan(e):
         return ScalingSummary(N=num_ranks, T=samples_a_s, step_ms=1e3 * step_s)
     computing_s = [step.computing_s for step in everyones]
-    alone_s = [step.computing_s if math.isnan(step.alone_s) else min(step.alone_s, step.step_s) for step in everyones]
-    efficiency = statistics.fmean(s / step.step_s for s, step in zip(alone_s, everyones, strict=True))
     busy_s = statistics.fmean(step.busy_s for step in everyones)
     bus_bytes = 2 * (num_ranks - 1) / num_ranks * everyones[0].num_bytes
     slowest = max(range(num_ranks), key=lambda rank: computing_s[rank])
     others = [s for rank, s in enumerate(computing_s) if rank != slowest]
     return ScalingSummary(
-        S=samples_a_s / num_ranks / efficiency if efficiency else math.inf,
+        S=samples_a_s / num_ranks / e if e else math.inf,
         N=num_ranks,
-        e=efficiency,
+        e=e,
+        e_low=e_low,
+        e_high=e_high,
         T=samples_a_s,
         step_ms=1e3 * step_s,
         comm_ms=1e3 * busy_s,
-        exposed_ms=1e3 * exposed_s,
+        exposed_ms=1e3 * (1 - e) * step_s,
         bus_mb_per_s=1e-6 * bus_bytes / busy_s if busy_s else 0.0,
         slowest_rank=slowest,
         slowest_wait_ms=1e3 * (computing_s[slowest] - statistics.median(others)) if others else 0.0,

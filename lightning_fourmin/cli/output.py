@@ -40,10 +40,11 @@ def outcome_lines(record: RunRecord, folder: Path) -> list[str]:
 
 
 def _figures(summary: Summary) -> list[tuple[str, str]]:
-    accuracy = "no validation in this run"
-    if summary.top1 is not None and summary.top5 is not None:
-        accuracy = f"{summary.top1:.1%} top-1, {summary.top5:.1%} top-5"
-    rows = [("accuracy", accuracy)]
+    shares = {"top-1": summary.top1, "top-5": summary.top5}
+    found = [f"{value:.1%} {name}" for name, value in shares.items() if value is not None]
+    if not found and summary.val_loss is not None:
+        found = [f"validation loss {summary.val_loss:.4g}"]
+    rows = [("accuracy", ", ".join(found) or "no validation in this run")]
     if summary.images_per_s is not None:
         factors = ""
         if summary.S is not None and summary.e is not None:

@@ -41,8 +41,9 @@ from lightning_fourmin.text import rank_list
 log = logging.getLogger(__name__)
 
 V = TypeVar("V")
-LISTEN_S = 0.25
-"""The pause between two looks of the helper thread for an alarm; it is longer where the ranks are many."""
+LISTEN_S = 1.0
+"""The pause between two looks of the helper thread for an alarm; it is longer where the ranks are many. Looks cost time
+of cores that compute: four of them a second made steps about 1 % longer with 8 ranks on 2 cores."""
 MAX_QUESTIONS_A_S = 1000
 """How often all ranks together may look for an alarm: the store lives in the process of rank 0."""
 LOOK_S = 1.0
@@ -118,15 +119,16 @@ class MissingRanks:
         self._left = False
         """Whether a wait has ended with an error: from then on the post of this rank stays as it is."""
         self._leaving, self._stop = threading.Event(), threading.Event()
+        self._alarm_s: float | None = None
+        """The moment when the helper thread heard of an alarm, which the main thread reads, too."""
         # Only the helper thread uses the fields below.
         self._num_posts, self._is_posted = 0, False
         self._arrivals: dict[tuple[float, str], _Arrivals] = {}
         """The waits that are too long, by their beginning and text."""
         self._told: Waiter | None = None
         """The waiter whose waits were ended because of the verdict."""
-        self._alarm_s: float | None = None
         self._verdict_s: float | None = None
-        """The moments when the helper thread heard of an alarm and of the verdict."""
+        """The moment when the helper thread heard of the verdict."""
         self._thread = threading.Thread(target=self._help, name="fourmin-missing-ranks", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -179,7 +181,8 @@ class MissingRanks:
 
     def _raise_alarm(self, own: str | None) -> None:
         """Finds the verdict, and waits until the other ranks have heard it."""
-        answers_due_s = time.monotonic() + self._listen_s + ANSWER_S
+        # Where another rank has raised the alarm, the others have had time to answer since then.
+        answers_due_s = (self._alarm_s or time.monotonic()) + self._listen_s + ANSWER_S
         self._board.raise_alarm()
         found = own or self._who_is_gone(answers_due_s)
         if self._verdict is None and found is not None:
@@ -218,8 +221,8 @@ class MissingRanks:
                 self._listen(now_s)
             elif now_s - self._verdict_s > SAME_FAULT_S:
                 self._pass_on_verdict()
-            is_urgent = self._alarm_s is not None and now_s - self._alarm_s < ANSWER_S + HEARD_S
-            pause_s = POLL_S if is_urgent and self._verdict_s is None else idle_s
+            is_urgent = self._alarm_s is not None and now_s - self._alarm_s < ANSWER_S + HEARD_S + SAME_FAULT_S
+            pause_s = POLL_S if is_urgent else idle_s
 
     def _look_at_waits(self, now_s: float) -> None:
         """Posts the first wait that is longer than a look, and warns of those that are longer than the limit."""

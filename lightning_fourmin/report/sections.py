@@ -75,7 +75,7 @@ def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section
     times = [
         *_line(metrics, "fourmin/step_ms", "step", BLUE),
         *_line(metrics, "fourmin/comm_ms", "communication", GREEN),
-        *_line(metrics, "fourmin/exposed_ms", "of it exposed", ORANGE),
+        *_line(metrics, "fourmin/exposed_ms", "waiting", ORANGE),
     ]
     resumed = resumed_steps(metrics)
     charts = _drawn(
@@ -89,10 +89,18 @@ def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section
     if record.world_size == 1:
         sentences.append("One rank: there is nothing to communicate.")
     elif summary.step_ms and summary.exposed_ms is not None:
+        share = summary.exposed_ms / summary.step_ms
         sentences.append(
-            f"Of a step of {rounded(summary.step_ms)} ms, {rounded(summary.exposed_ms)} ms "
-            f"({percent(summary.exposed_ms / summary.step_ms)}) waited for communication that compute did not hide."
+            f"Of a step of {rounded(summary.step_ms)} ms, a rank waited {rounded(summary.exposed_ms)} ms "
+            f"({percent(share)}) for communication that computing did not hide."
         )
+        # Runs of version 0.1 have measured e in another way.
+        if summary.e_low is not None and summary.e_high is not None:
+            sentences.append(
+                f"The rest, {percent(1 - share)}, is e; half of the steps had {percent(summary.e_low)} to "
+                f"{percent(summary.e_high)}. Waits were timed in every step; figures are medians over the steps since "
+                "the last start, then means over ranks."
+            )
     if not charts:
         sentences.append(NO_CURVE)
     return Section("Throughput", tuple(sentences), charts)

@@ -92,6 +92,9 @@ def summary_so_far(record: RunRecord, metrics: Metrics) -> Summary:
     for field, name in _MEDIAN.items():
         if name in logged and len(since := logged[name].values[logged[name].steps >= start]):
             found[field] = float(np.median(since))
+    if "e" in found and "step_ms" in found:
+        # Medians of each by itself would not agree.
+        found["exposed_ms"] = (1 - found["e"]) * found["step_ms"]
     found |= {field: int(found[field]) for field in ("N", "skipped_steps") if field in found}
     known = {field: value for field, value in asdict(record.summary).items() if value is not None}
     return replace(Summary(**found), **known)
@@ -110,6 +113,8 @@ _MEDIAN = {
     "S": "fourmin/S",
     "N": "fourmin/N",
     "e": "fourmin/e",
+    "e_low": "fourmin/e_low",
+    "e_high": "fourmin/e_high",
     "step_ms": "fourmin/step_ms",
     "exposed_ms": "fourmin/exposed_ms",
 }

@@ -20,7 +20,6 @@ from lightning_fourmin.allreduce.plan import PlanRow
 from lightning_fourmin.allreduce.table import AllReduceTable
 from lightning_fourmin.errors import RunError
 from lightning_fourmin.files import write_whole
-from lightning_fourmin.text import dtype_name
 
 RUN_NAME = "run.json"
 ERROR_NAME = "error.txt"
@@ -76,20 +75,8 @@ class BucketRecord:
     @classmethod
     def of(cls, row: PlanRow, is_sent: bool = True) -> "BucketRecord":
         """The record of a row of the plan; on one rank nothing is sent."""
-        bucket, sending = row.bucket, row.sending
-        content = (len(bucket.names), bucket.num_bytes, dtype_name(bucket.dtype), bucket.names[0], bucket.names[-1])
-        if not is_sent:
-            return cls(*content)
-        return cls(
-            *content,
-            sending.num_bytes,
-            dtype_name(sending.wire_dtype),
-            row.form,
-            sending.algorithm.name,
-            len(sending.numels),
-            None if row.expected_ms is None else round(row.expected_ms, 4),
-            row.exactness,
-        )
+        content = row.as_dict()
+        return cls(**{one.name: content[one.name] for one in fields(cls) if is_sent or one.default is MISSING})
 
 
 @dataclass(frozen=True)
@@ -130,6 +117,8 @@ class Summary:
     S: float | None = None
     N: int | None = None
     e: float | None = None
+    e_low: float | None = None
+    e_high: float | None = None
     step_ms: float | None = None
     exposed_ms: float | None = None
     skipped_steps: int | None = None

@@ -91,8 +91,8 @@ def _summary(trainer: Trainer, num_epochs: int) -> Summary:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     scaling = next((callback.summary for callback in callbacks if isinstance(callback, ScalingMonitor)), None)
     if scaling is not None:
-        found |= {"images_per_s": scaling.T, "S": scaling.S, "N": scaling.N, "e": scaling.e}
-        found |= {"step_ms": scaling.step_ms, "exposed_ms": scaling.exposed_ms}
+        names = ("S", "N", "e", "e_low", "e_high", "step_ms", "exposed_ms")
+        found |= {"images_per_s": scaling.T, **{name: getattr(scaling, name) for name in names}}
     return Summary(
         top1=metrics.get("val/top1"),
         top5=metrics.get("val/top5"),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fourmin.allreduce.plan import SHORT_ROWS, PlanRow
+from lightning_fourmin.allreduce.plan import SHORT_ROWS
 from lightning_fourmin.files import write_whole
 from lightning_fourmin.simulate.best_settings import Best, best_settings, bottleneck
 from lightning_fourmin.simulate.layer_profile import Profile
@@ -64,7 +64,7 @@ class SimulationResult:
             "wire_dtype": dtype_name(self.scenario.wire_dtype),
             "algorithm": self.scenario.algorithm,
             "table": plan.table.summary(),
-            "rows": [_as_dict(row) for row in plan.rows],
+            "rows": [row.as_dict() for row in plan.rows],
             "prediction": asdict(self.prediction),
             "training": asdict(self.training),
             "best": asdict(self.best),
@@ -104,26 +104,6 @@ class SimulationResult:
         events = chrome_events(self.scenario.step.spans)
         write_whole(folder / "trace.json", json.dumps({"traceEvents": events}))
         write_whole(folder / "plan.svg", draw(self.scenario, self.curves))
-
-
-def _as_dict(row: PlanRow) -> dict[str, Any]:
-    """A row of the plan for JSON, with the names that it has in the record of a run."""
-    bucket, sending = row.bucket, row.sending
-    return {
-        "num_tensors": len(bucket.names),
-        "num_bytes": bucket.num_bytes,
-        "dtype": dtype_name(bucket.dtype),
-        "first": bucket.names[0],
-        "last": bucket.names[-1],
-        "wire_bytes": sending.num_bytes,
-        "wire_dtype": dtype_name(sending.wire_dtype),
-        "form": row.form,
-        "update": row.update,
-        "algorithm": sending.algorithm.name,
-        "num_pieces": len(sending.numels),
-        "expected_ms": None if row.expected_ms is None else round(row.expected_ms, 4),
-        "exactness": row.exactness,
-    }
 
 
 def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:

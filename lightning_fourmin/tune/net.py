@@ -1,9 +1,10 @@
 """`fourmin tune model=...`: which fusion threshold and which all-reduce a net trains fastest with, by real steps.
 
-table  --candidates-->  a few plans  --StepTrial-->  ms a step with each  -->  table with the best settings
+table  --candidates-->  a few plans  --search-->  the fastest  --compare-->  verdict, and table with its settings
 """
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,10 +18,11 @@ from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.text import plural
 from lightning_fourmin.tune.step_trial import StepTrial, sum_of
-from lightning_fourmin.tune.verdict import sentence_for
 
 THRESHOLDS = (1.0, 0.25, 4.0)
 """The fusion thresholds that are tried, as multiples of the default."""
+SEARCH_SHARE = 0.4
+"""The share of the budget for finding the fastest plan; the rest compares it with DDP."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,22 @@ def tune_net(
         optimizer.step()
 
     tried = candidates(options, topology, table, parameters)
-    times = StepTrial(net, inputs, step, groups).measure([one.plan for one in tried], budget_s, progress)
-    medians = [statistics.median(ms) for ms in times.planned_ms]
-    best_ms, best = min(zip(medians, tried, strict=True), key=lambda pair: pair[0])
-    ddp_ms, compute_ms = statistics.median(times.ddp_ms), statistics.median(times.compute_ms)
-    gain = sentence_for(ddp_ms, best_ms, compute_ms, str(best))
-    rows = [(times.compute_ms, "without communication"), (times.ddp_ms, "ddp")]
-    rows += [(ms, str(one)) for ms, one in zip(times.planned_ms, tried, strict=True)]
-    steps = [f"{statistics.median(ms):10.1f} ms  n={len(ms)}  {what}" for ms, what in rows]
-    return best.found_in(table), ["steps:", *steps, f"fastest: {best}", best.plan.explain(SHORT_ROWS), gain]
+    trial = StepTrial(net, inputs, step, groups)
+    start_s = time.monotonic()
+    times = trial.search([one.plan for one in tried], SEARCH_SHARE * budget_s, lambda share: progress(share / 2))
+    medians = [statistics.median(ms) if ms else 0.0 for ms in times]
+    best = tried[medians.index(min(medians))]
+    left_s = max(1e-6, budget_s - (time.monotonic() - start_s))
+    verdict = trial.compare(best.plan, left_s, lambda share: progress(0.5 + share / 2))
+    lines = [
+        f"{ms:10.1f} ms  n={len(found)}  {one}" for ms, found, one in zip(medians, times, tried, strict=True) if found
+    ]
+    rounds = ((verdict.compute_ms, "without communication"), (verdict.ddp_ms, "ddp"), (verdict.ours_ms, "fourmin"))
+    return best.found_in(table), [
+        *(["steps with each plan:", *lines] if lines else []),
+        f"fastest: {best}",
+        best.plan.explain(SHORT_ROWS),
+        f"steps in {plural(verdict.num_rounds, 'round')} of these three:",
+        *(f"{ms:10.1f} ms  {what}" for ms, what in rounds),
+        verdict.sentence(str(best)),
+    ]

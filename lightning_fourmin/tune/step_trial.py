@@ -1,11 +1,13 @@
-"""Times real steps of a net with each of several plans, with plain DDP, and without communication.
+"""Times real steps of a net: with each of several plans, then the fastest against plain DDP and no communication.
 
 The times of single all-reduces do not tell which plan is best. In a step buckets follow each other, so that the busiest
 link counts rather than latency, and sending takes cores away from computing.
 
-    turn 1   compute | ddp | plan 1 | plan 2 | plan 3       each variant: two steps to warm up, three that count
-    turn 2   plan 3 | plan 2 | plan 1 | ddp | compute
-    turn 3   compute | ddp | plan 1 | plan 3                plans that may still be the fastest, until the budget ends
+    search    turn 1    plan 1 | plan 2 | plan 3      each turn of a variant: two steps to warm up, three that count
+              turn 2    plan 3 | plan 2 | plan 1
+              turn 3    plan 1 | plan 3               plans that may still be the fastest, until the budget ends
+    compare   round 1   compute | ddp | plan 1        new steps, since those of the search made this plan the winner:
+              round 2   plan 1 | ddp | compute        they flatter it; until the ratio is known well enough
 """
 
 import gc
@@ -13,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,11 +31,10 @@ from lightning_fourmin.allreduce.plan import CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups, broadcast_object
 from lightning_fourmin.errors import PlanError
 from lightning_fourmin.strategy import only_batch_norm_statistics
+from lightning_fourmin.tune.verdict import LOOKS, Verdict
 
 NUM_WARMUP, NUM_TIMED = 2, 3
 """Steps of a variant in each turn. The first one must not count, because DDP cuts its buckets anew after it."""
-NUM_BASELINES = 2
-"""The number of variants before the plans: compute alone and plain DDP, which are timed in every turn."""
 IN_REACH = 1.1
 """The time of a step as a multiple of the fastest plan's up to which a plan is tried in a third and later turns."""
 
@@ -52,29 +52,46 @@ class StepTrial:
     def __init__(self, net: nn.Module, batch: Tensor, step: Step, groups: ProcessGroups) -> None:
         self._net, self._batch, self._step, self._groups = net, batch, step, groups
 
-    def measure(
-        self, plans: Sequence[CommPlan], budget_s: float, progress: Progress = lambda share: None
-    ) -> "StepTimes":
-        """Times each variant in two turns, of opposite order to be fair to all, and in more turns as time allows."""
-        variants: list[Variant] = [self._compute_alone, self._ddp, *(partial(self._planned, plan) for plan in plans)]
-        times: list[list[float]] = [[] for _ in variants]
-        order = list(range(len(variants)))
+    def search(self, plans: Sequence[CommPlan], budget_s: float, progress: Progress) -> list[list[float]]:
+        """Milliseconds of steps with each plan: two turns of opposite order, to be fair to all, more as time allows.
+
+        A single plan is the fastest without a step.
+        """
+        times: list[list[float]] = [[] for _ in plans]
+        order = list(range(len(plans)))
         start_s, turn, spent = time.monotonic(), 0, 0.0
         # One more turn begins if it will end within the budget at the pace of the turns so far.
-        while turn < 2 or broadcast_object(spent * (turn + 1) / turn) <= 1.0:
+        while len(order) > 1 and (turn < 2 or broadcast_object(spent * (turn + 1) / turn) <= 1.0):
             for i in order:
-                times[i] += self._turn(variants[i])
+                times[i] += self._turn(partial(self._planned, plans[i]))
                 spent = (time.monotonic() - start_s) / budget_s
                 progress(min(spent, 1.0))
             turn += 1
             order.reverse()
             if turn == 2:
                 medians = [statistics.median(ms) for ms in times]
-                reach_ms = IN_REACH * min(medians[NUM_BASELINES:])
-                order = [i for i in order if i < NUM_BASELINES or medians[i] <= reach_ms]
+                order = [i for i in order if medians[i] <= IN_REACH * min(medians)]
         progress(1.0)
-        compute, ddp, *planned = times
-        return StepTimes(compute, ddp, planned)
+        return times
+
+    def compare(self, plan: CommPlan, budget_s: float, progress: Progress) -> Verdict:
+        """Rounds without communication, with plain DDP and with the plan, until the verdict is clear or time is up."""
+        variants: list[Variant] = [self._compute_alone, self._ddp, partial(self._planned, plan)]
+        times: tuple[list[float], list[float], list[float]] = ([], [], [])
+        start_s, num_rounds, num_looks = time.monotonic(), 0, 0
+        while True:
+            for i in (0, 1, 2) if num_rounds % 2 == 0 else (2, 1, 0):
+                times[i].append(statistics.median(self._turn(variants[i])))
+            num_rounds += 1
+            spent = (time.monotonic() - start_s) / budget_s
+            progress(min(spent, 1.0))
+            is_over = broadcast_object(spent * (num_rounds + 1) / num_rounds > 1.0)
+            if is_over or num_rounds in LOOKS:
+                num_looks += 1
+                verdict = Verdict.of(*times, num_looks)
+                if is_over or verdict.is_clear:
+                    progress(1.0)
+                    return verdict
 
     def _turn(self, variant: "Variant") -> list[float]:
         with variant() as wrapped:
@@ -120,18 +137,6 @@ class StepTrial:
 
 Variant = Callable[[], AbstractContextManager[DistributedDataParallel]]
 """A context in which the net of a trial is wrapped, for the time of a turn."""
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Milliseconds of the steps of a trial, which are the same on all ranks: a step lasts until the slowest is done."""
-
-    compute_ms: list[float]
-    """Steps without communication."""
-    ddp_ms: list[float]
-    """Steps with plain DDP."""
-    planned_ms: list[list[float]]
-    """Steps with each plan."""
 
 
 def sum_of(output: Any) -> Tensor:

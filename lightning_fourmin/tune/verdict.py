@@ -1,35 +1,112 @@
-"""The answer to "Will it help you?": what a step takes with plain DDP and with fourmin, in one sentence."""
+"""The answer to "Will it help you?": what a step takes with plain DDP and with fourmin, in one sentence.
+
+It rests on rounds in which a step without communication, with DDP and with fourmin were timed one after the other. The
+interval around the ratio is that of the sign test: it assumes nothing about how times scatter, so a round that the
+machine disturbed counts like any other. Rounds end as soon as the interval decides, and whoever looks often enough sees
+whatever he hopes for; so each look has its share of the 5 % for being wrong, and the shares of all looks add up to it.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_fourmin.allreduce.algorithms import Ring
 from lightning_fourmin.allreduce.table import AllReduceTable
-from lightning_fourmin.text import readable_size
+from lightning_fourmin.text import plural, readable_size
 
-CLEAR_GAIN = 1.05
-"""The speedup from which on a plan or an algorithm is called faster."""
-SMALL_SHARE = 0.05
-"""The share of a step with plain DDP below which communication leaves little to gain."""
+CLEAR_GAIN = 1.03
+"""The speedup from which on fourmin is called faster."""
+WRONG = 0.05
+"""The probability that any of the looks at the rounds gives an interval without the true ratio."""
+LOOKS = tuple(round(8 * 1.5**number) for number in range(20))
+"""The numbers of rounds after which the interval may decide: 8, 12, 18 and so on."""
 
 
-def sentence_for(ddp_ms: float, ours_ms: float, compute_ms: float, how: str) -> str:
-    """The sentence for a net that was tried.
+@dataclass(frozen=True)
+class Interval:
+    """A median, and the ends of an interval for it; without any end where the values are too few."""
 
-    Args:
-        ddp_ms: the time of a step with plain DDP.
-        ours_ms: the time of a step with the fastest plan.
-        compute_ms: the time of a step without communication.
-        how: the settings of the fastest plan, in words.
-    """
-    times = f"{ddp_ms:.0f} ms a step with ddp, {ours_ms:.0f} ms with fourmin"
-    exposed_ms = max(0.0, ddp_ms - compute_ms)
-    if ddp_ms / ours_ms >= CLEAR_GAIN:
-        left_ms = max(0.0, ours_ms - compute_ms)
-        return (
-            f"Will it help you? Yes: {times}, {ddp_ms / ours_ms:.2f}x; of {exposed_ms:.0f} ms that communication adds "
-            f"to a step {left_ms:.0f} ms are left ({how})."
-        )
-    share = exposed_ms / ddp_ms
-    reason = ", and nothing that was tried is faster" if share >= SMALL_SHARE else ": there is little to gain"
-    return f"Will it help you? Not in speed: {times}; communication is {share:.0%} of a step with ddp{reason}."
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], wrong: float) -> "Interval":
+        """The interval that misses the true median with a probability of at most `wrong`."""
+        ordered, num_outside = sorted(values), 0
+        # The probability that at most `num_outside` values lie on one given side of the true median, times two.
+        missed = 2.0 ** (1 - len(ordered))
+        while missed <= wrong:
+            num_outside += 1
+            missed += math.comb(len(ordered), num_outside) * 2.0 ** (1 - len(ordered))
+        if num_outside == 0:
+            return cls(0.0, statistics.median(ordered), math.inf)
+        return cls(ordered[num_outside - 1], statistics.median(ordered), ordered[-num_outside])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rounds say; the milliseconds are medians over rounds."""
+
+    compute_ms: float
+    """A step without communication."""
+    ddp_ms: float
+    ours_ms: float
+    num_rounds: int
+    speedup: Interval
+    """How many times faster than with DDP, by the ratio in each round."""
+    over_compute: Interval
+    """A step with fourmin as a multiple of one without communication, by the ratio in each round."""
+
+    @classmethod
+    def of(cls, compute_ms: Sequence[float], ddp_ms: Sequence[float], ours_ms: Sequence[float], look: int) -> "Verdict":
+        """The verdict at look number `look`, from the milliseconds of each round."""
+        wrong = WRONG * 6 / (math.pi * look) ** 2  # the sum over all looks is WRONG
+        speedup = Interval.of([ddp / ours for ddp, ours in zip(ddp_ms, ours_ms, strict=True)], wrong)
+        over_compute = Interval.of([ours / alone for ours, alone in zip(ours_ms, compute_ms, strict=True)], wrong)
+        median = statistics.median
+        return cls(median(compute_ms), median(ddp_ms), median(ours_ms), len(ddp_ms), speedup, over_compute)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether fourmin gained more than the communication that was there, which no all-reduce can."""
+        return self.over_compute.high < 1.0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether more rounds would tell nothing new."""
+        return self.speedup.high <= CLEAR_GAIN or (self.speedup.low > CLEAR_GAIN and not self.is_noise)
+
+    def sentence(self, how: str) -> str:
+        """The answer for people; `how` says in words with which settings fourmin ran."""
+        times = f"{_ms(self.ddp_ms)} a step with ddp, {_ms(self.ours_ms)} with fourmin"
+        rounds = f"after {plural(self.num_rounds, 'round')}"
+        if math.isinf(self.speedup.high):
+            range_of = f"too few rounds, {self.num_rounds}; {times}"
+        else:
+            range_of = f"between {self.speedup.low:.2f}x and {self.speedup.high:.2f}x {rounds}; {times}"
+        exposed_ms, left_ms = (max(0.0, ms - self.compute_ms) for ms in (self.ddp_ms, self.ours_ms))
+        if self.speedup.high <= CLEAR_GAIN:
+            share = exposed_ms / self.ddp_ms
+            answer = f"Not in speed: {range_of}; communication is {share:.0%} of a step with ddp ({how})"
+        elif self.speedup.low <= CLEAR_GAIN:
+            answer = f"Cannot tell: {range_of}. A larger budget_s gives more rounds, an idle machine better ones"
+        elif self.is_noise:
+            answer = (
+                f"Cannot tell: {range_of}, but {_ms(self.compute_ms)} without communication. More than all of it "
+                "cannot be saved, so this is noise: try again on an idle machine"
+            )
+        else:
+            answer = (
+                f"Yes: {self.speedup.median:.2f}x, {range_of}; of {_ms(exposed_ms)} that communication adds to a step "
+                f"{_ms(left_ms)} are left ({how})"
+            )
+        return f"Will it help you? {answer}."
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
 def sentence_without_model(table: AllReduceTable) -> str:

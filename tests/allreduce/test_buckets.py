@@ -137,17 +137,6 @@ def test_not_rebuilt_cuts_at_the_same_places() -> None:
     assert names(kept) == [("p4", "p5", "p6"), ("p3",), ("p0", "p1", "p2")]
 
 
-def test_text() -> None:
-    plan = FusionPlan.build(parameters(2, 2, 9, 2, 2), THRESHOLD_MB)
-    first, *lines = str(plan).splitlines()
-    assert first == "3 buckets, fusion threshold 0.0078125 MiB"
-    assert [line.split() for line in lines] == [
-        ["0", "2", "tensors", "4,096", "bytes", "float32", "p4", "..", "p3"],
-        ["1", "1", "tensors", "9,216", "bytes", "float32", "p2"],
-        ["2", "2", "tensors", "4,096", "bytes", "float32", "p1", "..", "p0"],
-    ]
-
-
 # The buckets that DDP really hands over, on two ranks.
 
 

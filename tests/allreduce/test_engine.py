@@ -294,27 +294,6 @@ def test_tags_begin_again_before_gloo_has_no_more(ranks: RankPool, algorithm: st
     assert ranks.run(reduce_after_many_pieces, algorithm, nodes=[2, 2]) == [[1.5, 2.5, 3.5]] * 4
 
 
-def reduce_undisturbed(algorithm: str, last_numel: int) -> tuple[bool, list[float]]:
-    """Whether a bucket had begun before the last one of its step, and what both came to."""
-    with engine(algorithm) as made:
-        made.measure().undisturbed = True
-        rank = float(current_case().rank)
-        first = made.submit(torch.full((1001,), rank), 0, is_last=False)
-        time.sleep(0.3)
-        early = first.done() or made._num_pieces != len(made._held)
-        last = made.submit(torch.full((last_numel,), 2 * rank), 1, is_last=True)
-        return early, [float(future.wait().sum()) for future in (first, last)]
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "torus"])
-@pytest.mark.parametrize("last_numel", [7, 0])
-def test_buckets_wait_for_the_last_where_computing_is_not_to_be_disturbed(
-    ranks: RankPool, algorithm: str, last_numel: int
-) -> None:
-    expected = (False, [1.5 * 1001, 3.0 * last_numel])
-    assert ranks.run(reduce_undisturbed, algorithm, last_numel, nodes=(2, 2)) == [expected] * 4
-
-
 def transfers_posted(num_buckets: int) -> int:
     """How many transfers the leader of the first node has posted between the nodes while the other node is silent."""
     posted = 0

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fourmin import FourMinStrategy
 from lightning_fourmin.allreduce.algorithms import ALGORITHMS, PREDICTED, usable_algorithms
 from lightning_fourmin.allreduce.cost import default_links
-from lightning_fourmin.allreduce.engine import Engine
+from lightning_fourmin.allreduce.engine import Engine, all_reduce_hook
 from lightning_fourmin.allreduce.plan import BIT_EQUAL, SUMMATION_ORDER, CommOptions, CommPlan
 from lightning_fourmin.allreduce.process_groups import ProcessGroups
 from lightning_fourmin.allreduce.table import AllReduceTable, Row, default_fusion_mb
@@ -206,9 +206,7 @@ def differences_from_ddp(algorithm: str, wire_dtype: torch.dtype | None) -> tupl
         wrapped = DistributedDataParallel(net, bucket_cap_mb_list=list(plan.fusion.caps_mb))  # type: ignore[arg-type]
         engine = Engine(plan, ProcessGroups.shared(timedelta(seconds=60)), device, shared_bytes=4 * MIB)
         if ours:
-            wrapped.register_comm_hook(
-                engine, lambda state, bucket: state.submit(bucket.buffer(), bucket.index(), bucket.is_last())
-            )
+            wrapped.register_comm_hook(engine, all_reduce_hook)
         net.zero_grad()
         wrapped(batch).square().sum().backward()
         engine.raise_error()

@@ -18,6 +18,7 @@ from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.tune import step_trial as trial
 from lightning_fourmin.tune.net import candidates
 from lightning_fourmin.tune.step_trial import StepTrial
+from lightning_fourmin.tune.verdict import LOOKS
 from tests.allreduce.test_engine import topology
 from tests.support.pool import RankPool
 
@@ -82,19 +83,21 @@ def steps_with(budget_s: float) -> tuple[list[int], list[Tensor], list[float]]:
     plans = [plan(where), plan(where, "ring"), plan(where, "hierarchical")]
     groups = ProcessGroups.shared(timedelta(seconds=60))
     shares: list[float] = []
-    found = StepTrial(model, batch, step, groups).measure(plans, budget_s, shares.append)
-    times = [found.compute_ms, found.ddp_ms, *found.planned_ms]
+    tried = StepTrial(model, batch, step, groups)
+    times = tried.search(plans, budget_s, shares.append)
     assert all(ms > 0 for some in times for ms in some)
-    return [len(some) for some in times], list(seen.values()), shares
+    verdict = tried.compare(plans[0], budget_s, shares.append)
+    assert min(verdict.compute_ms, verdict.ddp_ms, verdict.ours_ms) > 0
+    return [*map(len, times), verdict.num_rounds], list(seen.values()), shares
 
 
 def test_every_plan_sums_the_gradients_of_all_ranks(ranks: RankPool) -> None:
     answers = ranks.run(steps_with, 1e-6, nodes=[2, 1])
     for rank, (counts, gradients, shares) in enumerate(answers):
-        assert counts == [2 * trial.NUM_TIMED] * 5
-        assert len(gradients) == 10
-        alone, *summed = gradients[:-1]
-        assert torch.equal(gradients[-1], alone)
+        assert counts == [*[2 * trial.NUM_TIMED] * 3, 1]
+        *searched, alone, ddp, planned = gradients
+        assert len(searched) == 6
+        summed = [*searched, ddp, planned]
         # Without communication a rank has the gradients of its own batch, which is 1, 2 or 3; else those of the mean.
         torch.testing.assert_close(alone, reference(1.0 + rank))
         for found in summed:
@@ -124,10 +127,9 @@ def synced_buffers(with_mask: bool) -> bool:
 
     groups = ProcessGroups.shared(timedelta(seconds=60))
     planned = CommPlan.decide(CommOptions(fusion_mb=1.0), where, "gloo", parameters=list(model.named_parameters()))
-    StepTrial(model, torch.ones(2, 4), step, groups).measure([planned], 1e-6)
-    # The plan is the last of the first turn and the first of the second.
-    num_steps = trial.NUM_WARMUP + trial.NUM_TIMED
-    (answer,) = set(synced[2 * num_steps : 4 * num_steps])
+    StepTrial(model, torch.ones(2, 4), step, groups).compare(planned, 1e-6, lambda share: None)
+    # The plan is the last of the first round, which is the only one.
+    (answer,) = set(synced[2 * (trial.NUM_WARMUP + trial.NUM_TIMED) :])
     return bool(answer)
 
 
@@ -146,24 +148,39 @@ class Scripted(StepTrial):
         return [100.0 if variant == self._ddp else 50.0]
 
 
-def turns_of_each(budgets_s: tuple[float, ...]) -> list[int]:
+def scripted_trial(budget_s: float, compares: str | None) -> list[int] | int:
+    """How many turns each plan got in a search, or the number of rounds in which one of them was compared."""
     where = topology()
     groups = ProcessGroups.shared(timedelta(seconds=60))
-    plans = [plan(where, name) for name in ("ring", "torus", "hierarchical")]
+    plans = {name: plan(where, name) for name in ("ring", "torus", "hierarchical")}
+    scripted = Scripted(net(), torch.ones(2, 4), print, groups)
+    shares: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_fourmin.tune.step_trial.time", SimpleNamespace(monotonic=count().__next__))
-        found = Scripted(net(), torch.ones(2, 4), print, groups).measure(plans, budgets_s[dist.get_rank()])
-    return [len(ms) for ms in (found.compute_ms, found.ddp_ms, *found.planned_ms)]
+        if compares is not None:
+            return scripted.compare(plans[compares], budget_s, shares.append).num_rounds
+        return [len(ms) for ms in scripted.search(list(plans.values()), budget_s, shares.append)]
+
+
+def turns_of_each(budgets_s: tuple[float, ...], compares: str | None = None) -> list[int] | int:
+    return scripted_trial(budgets_s[dist.get_rank()], compares)
 
 
 def test_only_those_in_reach_of_the_fastest_go_on(ranks: RankPool) -> None:
-    """By a clock that counts variants: two turns of five, then as many of four as fit.
+    """By a clock that counts variants: two turns of three, then as many of two as fit.
 
-    After 10 the third turn is expected to end at 15, after 14 the fourth at 18.7: too much for 18.
+    After 6 the third turn is expected to end at 9, after 8 the fourth at 10.7: too much for 10.
     """
-    assert ranks.run(turns_of_each, (18.0, 18.0)) == [[3, 3, 2, 3, 3]] * 2
+    assert ranks.run(turns_of_each, (10.0, 10.0)) == [[2, 3, 3]] * 2
 
 
 def test_ranks_take_as_many_turns_as_rank_0_decides(ranks: RankPool) -> None:
-    assert ranks.run(turns_of_each, (18.0, 0.1)) == [[3, 3, 2, 3, 3]] * 2
-    assert ranks.run(turns_of_each, (0.1, 18.0)) == [[2] * 5] * 2
+    assert ranks.run(turns_of_each, (10.0, 0.1)) == [[2, 3, 3]] * 2
+    assert ranks.run(turns_of_each, (0.1, 10.0)) == [[2] * 3] * 2
+
+
+def test_a_comparison_ends_when_it_is_clear_or_time_is_up(ranks: RankPool) -> None:
+    """By a clock that counts rounds. The speedup is 1.01 by the torus and 0.83 by the ring, the same in each round."""
+    assert ranks.run(turns_of_each, (100.0, 100.0), "torus") == [LOOKS[0]] * 2
+    assert ranks.run(turns_of_each, (100.0, 0.1), "ring") == [LOOKS[0]] * 2
+    assert ranks.run(turns_of_each, (5.0, 100.0), "ring") == [5] * 2
