@@ -1,7 +1,22 @@
 """Writing files that are complete or not there at all, files in memory, and the folder that the package caches in."""
 
 import os
+import tempfile
 from pathlib import Path
+
+
+def check_writable(folder: Path) -> None:
+    """Raises OSError if files cannot be written into a folder, or the folder cannot be made, before long work begins.
+
+    It makes nothing: work that fails for another reason leaves no empty folder.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        # Not the name of the file that was tried.
+        raise type(error)(error.errno, error.strerror, str(there)) from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -90,7 +90,7 @@ class FourMinStrategy(DDPStrategy):
         trace: record spans; every rank writes its last ones (at most 50,000) as `fourmin_trace.rankN.json` below the
             Trainer's `default_root_dir`, for Perfetto or chrome://tracing, and `fourmin report` merges them into one
             file. On CUDA a span says when the host launched something, not how long the device took.
-        **kwargs: everything that `DDPStrategy` and `DistributedDataParallel` take.
+        **kwargs: everything that `DDPStrategy` and `DistributedDataParallel` take; None stands for "not given".
     """
 
     # The Trainer is made: no rank, device or process group is known.
@@ -112,6 +112,8 @@ class FourMinStrategy(DDPStrategy):
         self._options = CommOptions(
             algorithm, group_size, fusion_mb, switch_mb, table, wire_dtype, predivide, stall_warning_s, trace
         )
+        # LightningCLI passes None for every argument of DDP that it was not given.
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         own_caps = {"bucket_cap_mb", "bucket_cap_mb_list"} & kwargs.keys()
         if own_caps and fusion_mb is not None:
             raise ValueError(f"fusion_mb and {own_caps.pop()} both set the size of buckets: give one of them")

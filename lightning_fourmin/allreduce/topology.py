@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, zip_longest
 
+from lightning_fourmin.text import plural
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -103,10 +105,9 @@ class Topology:
         return f"nodes{_counts(nodes)}_groups{_counts([len(group) for group in self.groups])}"
 
     def __str__(self) -> str:
-        sizes = sorted({len(group) for group in self.groups})
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        return f"{ranks} on {nodes}, {len(self.groups)} x groups of {'/'.join(map(str, sizes))}"
+        sizes = "/".join(map(str, sorted({len(group) for group in self.groups})))
+        groups = f"1 group of {sizes}" if len(self.groups) == 1 else f"{len(self.groups)} x groups of {sizes}"
+        return f"{plural(self.world_size, 'rank')} on {plural(self.num_nodes, 'node')}, {groups}"
 
 
 def _counts(sizes: list[int]) -> str:

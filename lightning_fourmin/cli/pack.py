@@ -2,6 +2,7 @@
 
 from lightning_fourmin.cli.hydra_app import run
 from lightning_fourmin.data.pack.pack import PackOptions, pack
+from lightning_fourmin.text import plural
 
 
 def main() -> None:
@@ -14,5 +15,5 @@ def _pack(options: PackOptions) -> None:
     split = index.splits[options.split]
     print(
         f"{options.out}: split {options.split} has {split.num_samples:,} images of {len(index.classes):,} classes in "
-        f"{len(split.shards)} shards, {split.num_bytes / 1e6:,.1f} MB"
+        f"{plural(len(split.shards), 'shard')}, {split.num_bytes / 1e6:,.1f} MB"
     )

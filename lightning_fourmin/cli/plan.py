@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fourmin.cli.build_net import named_model, own_module, sample_shape
 from lightning_fourmin.cli.hydra_app import run
+from lightning_fourmin.files import check_writable
 from lightning_fourmin.simulate.layer_profile import input_error
 from lightning_fourmin.simulate.predict import PlanOptions, predict
 
@@ -20,12 +21,15 @@ def main() -> None:
 
 
 def _plan(options: PlanOptions) -> None:
-    result = predict(options, *net_and_inputs(options))
-    print(result)
-    if options.out is not None:
-        hydra, folder = HydraConfig.get(), Path(options.out)
+    hydra = HydraConfig.get()
+    folder = None if options.out is None else Path(options.out)
+    if folder is not None:
         if hydra.mode == RunMode.MULTIRUN:
             folder /= str(hydra.job.num)
+        check_writable(folder)
+    result = predict(options, *net_and_inputs(options))
+    print(result)
+    if folder is not None:
         result.write(folder)
         print(f"\nwritten: plan.json, plan.svg and trace.json in {folder}")
 

@@ -93,6 +93,8 @@ def _run_ranks(work: Callable[[dict[str, Any]], None], config: dict[str, Any], n
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
     # torch announces each signal that it sends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    # Where rank 0 is killed, its store makes every other rank print dozens of C++ frames before our sentence.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = (work, config, environment, failures)
     # Ranks are born with Ctrl-C held back: while they import, it would end them with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

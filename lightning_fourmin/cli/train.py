@@ -28,11 +28,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_fourmin.callbacks.preemption import EXIT_CODE as PREEMPTED
 from lightning_fourmin.cli import INTERRUPTED
@@ -43,7 +45,15 @@ from lightning_fourmin.cli.train_config import num_local_ranks, resolve
 from lightning_fourmin.cli.train_rank import train_rank
 from lightning_fourmin.errors import RankError, RunError
 from lightning_fourmin.report.run_page import write_report
-from lightning_fourmin.runs.folder import make_room, overrides_of_restart, remember_folder, run_of, say
+from lightning_fourmin.runs.folder import (
+    make_room,
+    overrides_of_restart,
+    remember_folder,
+    run_of,
+    say,
+    settings_that_differ,
+    with_settings_of_run,
+)
 from lightning_fourmin.runs.record import ERROR_NAME, RUN_NAME, RunRecord, Status, hardware, versions
 
 EXIT_CODES = {"failed": 1, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
@@ -58,7 +68,9 @@ def main() -> None:
         # Hydra must make no folder: that of the run is rank 0's.
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
     sys.argv += overrides_of_restart()
-    run_hydra("train", lambda config: _follow(config, launch) if launch.rank > 0 else _lead(config, launch))
+    typed = sys.argv[1:]
+    sys.argv[1:] = with_settings_of_run(typed)
+    run_hydra("train", lambda config: _follow(config, launch) if launch.rank > 0 else _lead(config, launch, typed))
 
 
 def _follow(config: DictConfig, launch: Launch) -> None:
@@ -69,7 +81,7 @@ def _follow(config: DictConfig, launch: Launch) -> None:
         give_up("train", f"rank {launch.rank}: {message_of(error)}")
 
 
-def _lead(config: DictConfig, launch: Launch) -> float:
+def _lead(config: DictConfig, launch: Launch, typed: list[str]) -> float:
     """One training, as the command or as rank 0 of a launcher; gives its metric to sweepers, NaN if it failed."""
     hydra = HydraConfig.get()
     folder, sweeping = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
@@ -87,7 +99,7 @@ def _lead(config: DictConfig, launch: Launch) -> float:
         record = _done_before(config, folder, overrides)
     if record is None:
         with _alone_in(folder):
-            record = _run(config, folder, overrides, launch)
+            record = _run(config, folder, overrides, launch, typed)
     ok = record.status == "done"
     print("\n".join(outcome_lines(record, folder)), file=sys.stdout if ok else sys.stderr, flush=True)
     if not ok and not (record.status == "failed" and sweeping):
@@ -134,14 +146,17 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(directory)
 
 
-def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...], launch: Launch) -> RunRecord:
+def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...], launch: Launch, typed: list[str]) -> RunRecord:
     """Trains and gives the record of how that ended, which is in the folder with everything else."""
     start_s = time.monotonic()
     earlier = _record_of(folder)
     seconds_before = _seconds(earlier)
     started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    command = shlex.join(["fourmin", "train", *sys.argv[1:]])
-    fresh = RunRecord(config.name, command, started, versions(), hardware(), overrides=overrides)
+    command = shlex.join(["fourmin", "train", *typed])
+    arguments = tuple(HydraConfig.get().overrides.task)
+    fresh = RunRecord(
+        _title(config), command, started, versions(), hardware(), overrides=overrides, arguments=arguments
+    )
     # What cannot begin leaves the figures and the time of the run that the folder holds.
     if earlier is None:
         fresh.write(folder)
@@ -150,8 +165,10 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...], launch: L
     (folder / ERROR_NAME).unlink(missing_ok=True)
     try:
         plain = resolve(config, folder, launch)
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
         resumed = run_of(plain["resume"])
+        if resumed is not None:
+            _say_what_differs(resumed, plain)
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(plain))
         before = None if resumed is None else earlier if resumed.samefile(folder) else _record_of(resumed)
         seconds_before = _seconds(before)
         # With the time of the parts before this one: a part that is killed leaves what they took.
@@ -183,6 +200,23 @@ def _run(config: DictConfig, folder: Path, overrides: tuple[str, ...], launch: L
     return record
 
 
+def _title(config: DictConfig) -> str:
+    """The name of the experiment; of a run without a recipe that of its data."""
+    with suppress(OmegaConfBaseException):
+        if config.name == "none" and "path" in config.data:
+            return Path(str(config.data.path).rstrip("/")).name or str(config.name)
+    return str(config.name)
+
+
+def _say_what_differs(resumed: Path, plain: dict[str, Any]) -> None:
+    config = resumed / "config.yaml"
+    if config.is_file():
+        before = OmegaConf.to_container(OmegaConf.load(config))
+        assert isinstance(before, dict)
+        if changes := settings_that_differ({str(key): value for key, value in before.items()}, plain):
+            say(f"has the settings of {os.path.relpath(resumed)}, but for {', '.join(changes)}")
+
+
 def _record_of(run: Path) -> RunRecord | None:
     with suppress(RunError):
         return RunRecord.read(run)
@@ -208,4 +242,5 @@ def _with_figures_of(before: RunRecord | None, fresh: RunRecord) -> RunRecord:
         status=fresh.status,
         error=None,
         overrides=fresh.overrides,
+        arguments=fresh.arguments,
     )

@@ -1,9 +1,11 @@
 """From the composed config to the plain one that ranks get: values checked, the checkpoint found, the data there."""
 
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,8 +19,9 @@ from lightning_fourmin.data.digits import DIGITS
 from lightning_fourmin.data.index import INDEX_NAME
 from lightning_fourmin.data.urls import is_url
 from lightning_fourmin.errors import ConfigError, ShardError
-from lightning_fourmin.optim.schedule import GlobalBatch
-from lightning_fourmin.runs.folder import checkpoint_to_resume
+from lightning_fourmin.models import SMALLEST_IMAGE
+from lightning_fourmin.optim.schedule import GlobalBatch, Schedule
+from lightning_fourmin.runs.folder import checkpoint_to_resume, say
 from lightning_fourmin.runs.record import Summary
 
 LAUNCHERS = ("torchrun", "slurm")
@@ -33,6 +36,7 @@ def resolve(config: DictConfig, folder: Path, launch: Launch) -> dict[str, Any]:
     # Messages show run_dir as it was typed; in a sweep the job has another folder.
     named = Path(str(config.run_dir))
     config.run_dir = str(folder)
+    _fill_image_size(config)
     plain = _plain(config, launch)
     _check_recipe(plain["data"])
     _check_seed(plain["seed"])
@@ -45,8 +49,34 @@ def resolve(config: DictConfig, folder: Path, launch: Launch) -> dict[str, Any]:
     checkpoint = checkpoint_to_resume(plain["resume"], named if named.absolute() == folder else folder)
     plain["resume"] = None if checkpoint is None else str(checkpoint)
     _check_metric(plain["metric"])
+    _check_parts(plain)
     _check_data(plain["data"], validates=plain["trainer"].get("limit_val_batches") != 0)
+    _check_image_size(plain)
     return plain
+
+
+def _fill_image_size(config: DictConfig) -> None:
+    """Takes the size of images from the index where none is given: nets are made for it as well."""
+    if "image_size" not in config.data or config.data.image_size is not None:
+        return
+    # What is wrong with the data is said later, when all of the config has been looked at.
+    with suppress(ShardError, OmegaConfBaseException):
+        module = make("data", OmegaConf.to_container(config.data, resolve=True))
+        if isinstance(module, ShardDataModule):
+            config.data.image_size = module.image_size
+            say(f"data.image_size={module.image_size}, from the index; augment={module.augment}")
+
+
+def _check_image_size(config: dict[str, Any]) -> None:
+    """Refuses images that are too small for a net of this package."""
+    model, size = config["model"].get("model"), config["data"].get("image_size")
+    least = SMALLEST_IMAGE.get(model) if isinstance(model, str) else None
+    if least is not None and isinstance(size, int) and size < least:
+        fitting = ", ".join(name for name, fits in SMALLEST_IMAGE.items() if size >= fits)
+        raise ConfigError(
+            f"data.image_size={size}, but model={model} takes images of {least} pixels or more: choose "
+            + (f"another model ({fitting}) or a larger image_size" if fitting else "a larger image_size")
+        )
 
 
 def _plain(config: DictConfig, launch: Launch) -> dict[str, Any]:
@@ -121,6 +151,21 @@ def _check_metric(name: str) -> None:
     known = [field.name for field in fields(Summary)]
     if name not in known:
         raise ConfigError(f"metric={name} is not known: choose one of {', '.join(known)}")
+
+
+def _check_parts(config: dict[str, Any]) -> None:
+    """Makes what needs no rank, so that a mistake in a rate or an option of the strategy is said before ranks start."""
+    for group in ("strategy", "precision"):
+        make(group, config[group])
+    make_optimizer, schedule = make("optim", config["optim"]), make("schedule", config["schedule"])
+    try:
+        optimizer = make_optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    except ValueError:
+        raise
+    except Exception:
+        return  # an optimizer of the user's own that wants other parameters
+    if isinstance(schedule, Schedule):
+        schedule.plan(optimizer.param_groups[0]["lr"], GlobalBatch(1, 1), 1.0, 1)
 
 
 def _check_data(data: dict[str, Any], validates: bool) -> None:

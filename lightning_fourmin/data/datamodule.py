@@ -24,6 +24,13 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 LoaderType = TypeVar("LoaderType", bound=ShardLoader)
 
 
+Augment = Literal["none", "flip", "crop"]
+LARGEST_DEFAULT = 224
+"""The largest size of images that is taken from an index: the usual one for photos."""
+SMALL_IMAGE = 96
+"""The size below which images are not cropped at random unless the user asks for it."""
+
+
 class ShardDataModule(LightningDataModule):
     """Tar shards with an index, for training and evaluation of any LightningModule with any strategy.
 
@@ -43,9 +50,12 @@ class ShardDataModule(LightningDataModule):
         path: folder or URL with an `index.json`; "digits" for small demo data that is written on first use.
         batch_size: number of samples in a batch of one rank.
         train_transform: called with a `Sample` and a random generator that depends on (seed, epoch, sample); what it
-            returns is collated. None: random crops and flips of images.
+            returns is collated. None: images, as `augment` says.
         eval_transform: the same for evaluation. None: the middle of images.
-        image_size: width and height in pixels, for the default transforms.
+        image_size: width and height in pixels, for the default transforms. None: that of the images in the index, by
+            the mean of their short sides, at most 224.
+        augment: what training does to images at random: "none", "flip" (mirrored or not), or "crop" (a part of any size
+            and shape, flipped or not). None: "crop", but "none" for images of less than 96 pixels, which lose too much.
         train_split: name in the index of the split for training.
         val_split: name in the index of the split for validation.
         test_split: name in the index of the split for testing and prediction.
@@ -76,7 +86,8 @@ class ShardDataModule(LightningDataModule):
         *,
         train_transform: Transform | None = None,
         eval_transform: Transform | None = None,
-        image_size: int = 224,
+        image_size: int | None = None,
+        augment: Augment | None = None,
         train_split: str = "train",
         val_split: str = "val",
         test_split: str = "val",
@@ -106,16 +117,19 @@ class ShardDataModule(LightningDataModule):
         for name, choice, known in (
             ("remainder", remainder, ("drop", "wrap")),
             ("on_error", on_error, ("raise", "skip")),
+            ("augment", augment, (None, "none", "flip", "crop")),
         ):
             if choice not in known:
                 raise ValueError(f"{name}={choice!r} must be one of {', '.join(map(repr, known))}")
+        if augment is not None and train_transform is not None:
+            raise ValueError(f"augment={augment!r} is part of the default train_transform, and another one is given")
         for name, values in (("mean", mean), ("std", std)):
             if len(values) != 3 or not all(0 <= value <= 1 for value in values) or (name == "std" and 0 in values):
                 raise ValueError(f"{name}={values} must be three shares of 255, for red, green and blue")
         self.path = path
         self.batch_size = batch_size
-        self._train_transform = train_transform or TrainImage(image_size)
-        self._eval_transform = eval_transform or EvalImage(image_size, resize=round(image_size * 256 / 224))
+        self._given_size, self._given_augment = image_size, augment
+        self._given_train_transform, self._given_eval_transform = train_transform, eval_transform
         self.splits = {"train": train_split, "val": val_split, "test": test_split}
         """The name in the index of the split for each stage: train, val and test."""
         self._num_workers = num_workers
@@ -151,6 +165,37 @@ class ShardDataModule(LightningDataModule):
     def num_classes(self) -> int:
         """The number of classes in the index; 0 if it has none."""
         return len(self.index.classes)
+
+    @cached_property
+    def image_size(self) -> int:
+        """Width and height of the images that the default transforms make."""
+        if self._given_size is not None:
+            return self._given_size
+        splits = self.index.splits
+        split = splits.get(self.splits["train"]) or next(iter(splits.values()), None)
+        sizes = None if split is None else split.image_sizes
+        return LARGEST_DEFAULT if sizes is None else min(LARGEST_DEFAULT, round(min(sizes.mean)))
+
+    @property
+    def augment(self) -> Augment:
+        """What the default transform of training does to images at random."""
+        return self._given_augment or ("none" if self.image_size < SMALL_IMAGE else "crop")
+
+    @cached_property
+    def _train_transform(self) -> Transform:
+        if self._given_train_transform is not None:
+            return self._given_train_transform
+        if self.augment == "crop":
+            return TrainImage(self.image_size)
+        # All of the image, or of a long one its middle.
+        return TrainImage(self.image_size, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=self.augment == "flip")
+
+    @cached_property
+    def _eval_transform(self) -> Transform:
+        if self._given_eval_transform is not None:
+            return self._given_eval_transform
+        size = self.image_size
+        return EvalImage(size, resize=round(size * 256 / 224) if self.augment == "crop" else size)
 
     @property
     def batches_per_epoch(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import simplejpeg
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 from torch.nn.functional import interpolate
 
@@ -37,6 +37,8 @@ class Encoded:
     @classmethod
     def of(cls, data: bytes) -> "Encoded":
         """Reads the header. Raises `ValueError` if the image is damaged or too large."""
+        if not data:
+            raise ValueError("it is empty")
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
             is_fast = colours not in ("CMYK", "YCCK")
@@ -109,6 +111,8 @@ def resized(pixels: Pixels, width: int, height: int, *, flip: bool = False) -> P
 def _damage_as_value_error() -> Iterator[None]:
     try:
         yield
+    except UnidentifiedImageError:
+        raise ValueError("its bytes are not those of an image in a known format") from None
     except Exception as error:
         # Damaged bytes make Pillow raise errors of many kinds; callers expect one.
         raise ValueError(str(error) or type(error).__name__) from error

@@ -63,6 +63,8 @@ class TarCursor:
         """The file from which members are read: `file` itself; of a stream tarfile's view, which seeks by reading."""
         self._tar: tarfile.TarFile | None = None
         """What reads the headers of a stream, and those of a file from the first one on that is not ordinary."""
+        self.links: list[str] = []
+        """The links that were passed over: their names and offsets. A sample has regular files only."""
         self._failure: ShardError | None = None
         """What every later read raises."""
         try:
@@ -144,6 +146,8 @@ class TarCursor:
         """The next member that belongs to a sample; None at the end."""
         while (info := self._header()) is not None:
             key, field = base_plus_ext(info.name)
+            if info.issym() or info.islnk():
+                self.links.append(f"{info.name} at offset {info.offset}")
             if info.isreg() and key and not re.match(r"__[^/]*__($|/)", info.name):
                 if info.issparse():
                     self.offset = info.offset

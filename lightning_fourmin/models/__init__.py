@@ -17,6 +17,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet_small": resnet_small,
 }
 """The functions that make the nets. Each takes the number of classes first."""
+SMALLEST_IMAGE = {"alexnet_bn": 67, "alexnet_bn_small": 8, "resnet18": 32, "resnet50": 32, "resnet_small": 8}
+"""The least width and height of images for each net, in pixels: with smaller ones its last layers see nothing."""
 
 
 def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -214,6 +214,8 @@ class ImageClassifier(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self._lr_factor(scheduler.last_epoch)
         rank_zero_info("\n".join(self.rate_plan.in_words()))
+        if (warning := self.rate_plan.warning()) is not None:
+            rank_zero_warn(warning)
 
     def _num_steps(self) -> tuple[float, int]:
         """The number of the optimizer's steps in an epoch, which may be infinite, and in the whole run."""

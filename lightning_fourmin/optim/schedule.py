@@ -17,6 +17,9 @@ from typing_extensions import override
 
 from lightning_fourmin.text import plural
 
+RISKY_LR = 1.0
+"""The rate from which on a run without warm-up is warned of."""
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -80,7 +83,8 @@ class RatePlan:
         length = f"{self.total_steps:,d} steps"
         if self.steps_per_epoch < math.inf:
             num_epochs = self.total_steps / self.steps_per_epoch
-            length = f"{num_epochs:,.4g} epochs x {self.steps_per_epoch:,.0f} steps = {length}"
+            noun = "epoch" if num_epochs == 1 else "epochs"
+            length = f"{num_epochs:,.4g} {noun} x {self.steps_per_epoch:,.0f} steps = {length}"
         rate = f"{self.peak_lr:g}"
         if self.warmup_steps:
             rate = f"{self.schedule.warmup_start_lr:g} to {rate} in {self.warmup_steps:,d} steps"
@@ -88,6 +92,15 @@ class RatePlan:
         then = "but the run ends before that" if too_short else self.schedule.decay_in_words()
         batch = [] if self.batch is None else [f"Global batch: {self.batch}."]
         return [*batch, f"Peak rate: {peak}.", f"Length: {length}.", f"Rate: {rate}, {then}."]
+
+    def warning(self) -> str | None:
+        """Returns what is likely to go wrong, as a sentence; None if nothing stands out."""
+        if self.warmup_steps == 0 and self.peak_lr >= RISKY_LR:
+            return (
+                f"A rate of {self.peak_lr:g} from the first step on often makes a training diverge: give the schedule "
+                "warmup_epochs, or a lower rate."
+            )
+        return None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,11 @@ def write_report(folder: Path) -> Path:
         summary=summary,
         key_figures=key_figures(record, summary),
         resumed=[f"{step:,}" for step in resumed_steps(metrics)],
-        sections=(learning(metrics), precision(metrics, summary), throughput(metrics, record, summary)),
+        sections=[
+            section
+            for section in (learning(metrics), precision(metrics, summary), throughput(metrics, record, summary))
+            if section is not None
+        ],
         heat_map=trust_ratio_map(metrics),
         algorithms=algorithms_in(row.milliseconds for row in record.table.rows) if record.table else [],
         table_chart=table_chart(record.table) if record.table else None,

@@ -39,11 +39,11 @@ def learning(metrics: Metrics) -> Section:
     return Section("Learning", (f"Not logged: {', '.join(missing)}.",) if missing else (), charts)
 
 
-def precision(metrics: Metrics, summary: Summary) -> Section:
-    """The loss scale and the steps that were skipped."""
+def precision(metrics: Metrics, summary: Summary) -> Section | None:
+    """The loss scale and the steps that were skipped; None for a run without a loss scale."""
     scale, skipped = metrics.get("fourmin/loss_scale"), metrics.get("fourmin/skipped_steps")
     if scale is None and summary.loss_scale is None:
-        return Section("Precision", ("No loss scale was logged: that needs FourMinPrecision.",))
+        return None
     number = summary.skipped_steps
     if number is None:
         text = "How many steps were skipped was not logged."
@@ -65,8 +65,8 @@ def precision(metrics: Metrics, summary: Summary) -> Section:
     return Section("Precision", (text,), _drawn(chart))
 
 
-def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section:
-    """T beside S x N, the efficiency e, which is their quotient, and where the time of a step goes."""
+def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section | None:
+    """T beside S x N, the efficiency e, which is their quotient, and where the time of a step goes; None if unknown."""
     images = _line(metrics, "fourmin/T", "T, measured", BLUE)
     if images and "fourmin/S" in metrics and "fourmin/N" in metrics:
         ideal = metrics["fourmin/S"].times(metrics["fourmin/N"])
@@ -84,7 +84,7 @@ def throughput(metrics: Metrics, record: RunRecord, summary: Summary) -> Section
         line_chart("times", "Milliseconds a step", times, from_zero=True, marked_steps=resumed),
     )
     if not charts and summary.S is None:
-        return Section("Throughput", ("Throughput was not logged: that needs ScalingMonitor among the callbacks.",))
+        return None
     sentences = []
     if record.world_size == 1:
         sentences.append("One rank: there is nothing to communicate.")

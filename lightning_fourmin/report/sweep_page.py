@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import numpy as np
+
 from lightning_fourmin.files import write_whole
-from lightning_fourmin.report.charts import Chart, Line, line_chart
+from lightning_fourmin.report.charts import Chart, Line, LineStyle, line_chart
 from lightning_fourmin.report.run_page import PAGE_NAME, write_page
 from lightning_fourmin.runs.record import Summary
 from lightning_fourmin.runs.sweep import Job, best_job, differing_keys, read_jobs, shared_settings
 from lightning_fourmin.svg import FAINT, SERIES, VARIABLES
-from lightning_fourmin.text import duration, percent, plural, printable, rounded, whole
+from lightning_fourmin.text import duration, grouped, percent, plural, printable, rounded, whole
 
 _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "top1": ("top-1", percent),
@@ -45,6 +47,7 @@ def write_sweep(folder: Path) -> Path:
         "sweep.html",
         name=next((job.record.name for job in jobs if job.record), folder.name),
         outcome=_outcome(jobs),
+        command=next((job.record.command for job in jobs if job.record), None),
         jobs=jobs,
         best=best_job(jobs),
         colors={number: VARIABLES[color] for number, color in colors.items()},
@@ -93,7 +96,9 @@ def _outcome(jobs: list[Job]) -> str:
     if best := best_job(jobs):
         setting = ", ".join(f"{key}={best.settings.get(key, '')}" for key in differing_keys(jobs))
         text += f" Best top-1 accuracy: {percent(best.summary.top1 or 0.0)} in job {best.number}"
-        text += f" ({setting})." if setting else "."
+        text += f" ({setting})" if setting else ""
+        equal = [str(job.number) for job in jobs if job is not best and job.summary.top1 == best.summary.top1]
+        text += f", the same in {'jobs' if len(equal) > 1 else 'job'} {grouped(equal)}." if equal else "."
     return text
 
 
@@ -102,11 +107,14 @@ def _charts(jobs: list[Job], colors: dict[int, str]) -> list[Chart]:
     numbered = {job.number: job.metrics for job in sorted(jobs, key=lambda job: colors[job.number] != FAINT)}
 
     def lines(column: str) -> list[Line]:
-        return [
-            Line(f"job {number}", metrics[column], colors[number], in_key=colors[number] != FAINT)
-            for number, metrics in numbered.items()
-            if column in metrics
-        ]
+        found: list[Line] = []
+        for number, metrics in numbered.items():
+            if (series := metrics.get(column)) is not None:
+                # Dashes, between which a curve below that is exactly the same can be seen.
+                is_hidden = any(np.array_equal(series.values, line.series.values) for line in found)
+                style: LineStyle = "dashes" if is_hidden else "line"
+                found.append(Line(f"job {number}", series, colors[number], style, colors[number] != FAINT))
+        return found
 
     charts = [
         line_chart("top1", "Validation top-1 accuracy", lines("val/top1"), percent=True),

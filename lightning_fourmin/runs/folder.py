@@ -10,26 +10,33 @@
 
 The rule: a folder with checkpoints resumes from the newest whole one, a folder without begins; `resume=DIR` or
 `resume=FILE` names the run or the checkpoint that a folder without its own resumes from; `resume=false` begins afresh.
-So the same command may be given any number of times, by a person after Ctrl-C, a sweep, SLURM or torchrun.
+So the same command may be given any number of times, by a person after Ctrl-C, a sweep, SLURM or torchrun. A run that
+resumes has the settings of the run that it resumes, and the arguments of its own command come on top of them.
 """
 
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from lightning_fourmin.callbacks.preemption import FILE_NAME as LAST_NAME
-from lightning_fourmin.errors import CheckpointError, ConfigError
+from lightning_fourmin.errors import CheckpointError, ConfigError, RunError
 from lightning_fourmin.faults.checkpoint_io import check_checkpoint
 from lightning_fourmin.faults.restart_store import shares_agents_store, store_of_attempt
-from lightning_fourmin.runs.record import RUN_NAME
+from lightning_fourmin.runs.record import RUN_NAME, RunRecord
 
 METRICS_NAME = "metrics.csv"
 CHECKPOINTS_NAME = "checkpoints"
@@ -118,6 +125,67 @@ def first_whole(checkpoints: list[Path]) -> Path:
             say(f"{error}; the one before it is tried")
     check_checkpoint(checkpoints[-1])
     return checkpoints[-1]
+
+
+def with_settings_of_run(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command, with those of the run that `resume` or `run_dir` names in front of them.
+
+    Left out are those that the command gives itself. A sweep resumes job by job and says its settings anew. Where
+    torchrun or srun has started the ranks, each calls this: rank 0 may have rewritten the record, but then with what it
+    has got here.
+    """
+    if {"-m", "--multirun"} & set(arguments):
+        return list(arguments)
+    try:
+        given = _parsed(arguments)
+        run = _named_run(given)
+        record = None if run is None else RunRecord.read(run)
+    except (HydraException, RunError):
+        return list(arguments)  # Whoever needs them says what is wrong.
+    if record is None:
+        return list(arguments)
+    # Version 0.1 has recorded the command, or the settings of a job.
+    of_run = record.arguments or record.overrides or shlex.split(record.command)[2:]
+    own = {"run_dir", "resume", *given}
+    taken = [one.input_line for key, one in _parsed(of_run).items() if key not in own and not key.startswith("hydra.")]
+    return [*map(str, taken), *arguments]
+
+
+def _parsed(arguments: Sequence[str]) -> dict[str, Override]:
+    """The arguments that are overrides, by their keys."""
+    overrides = [text for text in arguments if not text.startswith("-")]
+    return {one.key_or_group: one for one in OverridesParser.create().parse_overrides(overrides)}
+
+
+def _named_run(given: Mapping[str, Override]) -> Path | None:
+    """The folder of the run that will be resumed, as far as the arguments name it."""
+    resume, run_dir = (given[key].value() if key in given else None for key in ("resume", "run_dir"))
+    if resume is False:
+        return None
+    if run_dir is not None and saved(Path(str(run_dir))):
+        run: Path | None = Path(str(run_dir))
+    elif resume in (None, True):
+        return None
+    else:
+        run = Path(str(resume)) if Path(str(resume)).is_dir() else run_of(str(resume))
+    return run if run is not None and (run / RUN_NAME).is_file() else None
+
+
+def settings_that_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two resolved configs have different, but for where their files are, each as `key=value (was value)`."""
+    old, new = _flat(before), _flat(now)
+    folders = str(before.get("run_dir")), str(now.get("run_dir"))
+    moved = {key: value.replace(*folders) if isinstance(value, str) else value for key, value in old.items()}
+    keys = [key for key in {**new, **old} if key not in ("run_dir", "resume") and moved.get(key) != new.get(key)]
+    return [f"{key}={new.get(key, 'not set')} (was {old.get(key, 'not set')})" for key in keys]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested config by their whole keys."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
 
 
 def run_of(checkpoint: str | None) -> Path | None:

@@ -153,6 +153,8 @@ class RunRecord:
     summary: Summary = field(default_factory=Summary)
     overrides: tuple[str, ...] = ()
     """The settings of a job as `key=value`; empty for a run that no sweep has started."""
+    arguments: tuple[str, ...] = ()
+    """What the config was composed with: the arguments of the command, and those of the run that it resumed."""
 
     def write(self, folder: Path) -> None:
         """Writes the record, complete or not at all; numbers that are not finite become null."""

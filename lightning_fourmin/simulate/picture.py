@@ -1,11 +1,11 @@
-"""The picture of a prediction: how throughput grows with the ranks, and where the time of one step goes."""
+"""The picture of a prediction: what waiting costs a step as ranks are added, and where the time of one step goes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_fourmin.simulate.scenario import Prediction, Scenario
 from lightning_fourmin.simulate.step import Span
-from lightning_fourmin.svg import MUTED, SERIES, log_axes, style, to_svg, wide_figure
+from lightning_fourmin.svg import SERIES, log_axes, style, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,26 +18,30 @@ BUCKET_COLORS = (ORANGE, YELLOW)
 
 
 def draw(scenario: Scenario, curves: Mapping[str, Sequence[Prediction]]) -> str:
-    """The content of an SVG file: throughput of each of `curves` by ranks, and the timeline of a step of `scenario`."""
+    """The content of an SVG file: exposed ms of each of `curves` by ranks, and the timeline of a step of `scenario`.
+
+    One lies above the other, so that both can be read on a phone.
+    """
     with style():
-        figure, (growth, timeline) = wide_figure(4.2, 2)
-        every_technique = next(iter(curves.values()))
-        ranks = [point.N for point in every_technique]
-        growth.plot(ranks, [point.S * point.N for point in every_technique], color=MUTED, linestyle=":", label="ideal")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.4, 7.2), layout="constrained")
+        growth, timeline = figure.subplots(2, 1)
         for name, curve in curves.items():
-            growth.plot(ranks, [point.T for point in curve], marker="o", ms=3, label=name)
-        # Ranks double from point to point, and throughput nearly does.
-        log_axes(growth, x_base=2, y_base=10)
+            growth.plot([point.N for point in curve], [point.exposed_ms for point in curve], "o-", ms=3, label=name)
+        log_axes(growth, x_base=2)
+        ranks = [point.N for point in next(iter(curves.values()))]
         growth.set_xticks(ranks[::3], [f"{number:,}" for number in ranks[::3]])
+        growth.set_ylim(bottom=0)
         growth.set_xlabel("ranks")
-        growth.set_title(f"Predicted throughput on {scenario.cluster.name}, samples/s")
+        growth.set_title(f"Waiting in a step on {scenario.cluster.name}, ms")
         growth.legend(fontsize=9)
 
         plot_step(timeline, scenario.step.spans)
         timeline.set_xlabel("ms")
         timeline.set_title(f"A step on {scenario.num_ranks} ranks: {scenario.prediction.step_ms:.1f} ms")
-        figure.legend(handles=step_legend(), loc="outside upper right", ncols=4)
-        label = f"Predicted throughput by ranks and one step of {scenario.num_ranks} ranks on {scenario.cluster.name}"
+        timeline.legend(handles=step_legend(), loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4, fontsize=9)
+        label = f"Predicted waiting by ranks and one step of {scenario.num_ranks} ranks on {scenario.cluster.name}"
         return to_svg(figure, "plan", label, standalone=True) + "\n"
 
 

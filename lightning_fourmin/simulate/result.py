@@ -92,7 +92,8 @@ class SimulationResult:
             "",
             plan.explain(SHORT_ROWS),
             "",
-            "   ranks" + "".join(f"{name:>16}" for name in self.curves) + "   (efficiency)",
+            "efficiency e by ranks, each with the best fusion threshold and all-reduce unless they are given:",
+            "   ranks" + "".join(f"{name:>16}" for name in self.curves),
         ]
         for points in zip(*self.curves.values(), strict=True):
             lines.append(f"{points[0].N:8,d}" + "".join(f"{point.e:16.3f}" for point in points))

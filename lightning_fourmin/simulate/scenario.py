@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from lightning_fourmin.allreduce.algorithms import ALGORITHMS, PREDICTED, Hierarchical, Ring
+from lightning_fourmin.allreduce.algorithms import ALGORITHMS, PREDICTED, Hierarchical, Ring, usable_algorithms
 from lightning_fourmin.allreduce.plan import HYBRID, CommOptions, CommPlan
 from lightning_fourmin.allreduce.table import AllReduceTable, default_fusion_mb
 from lightning_fourmin.allreduce.topology import Topology
@@ -20,6 +20,8 @@ from lightning_fourmin.simulate.layer_profile import Profile
 from lightning_fourmin.simulate.step import CommCosts, Step
 from lightning_fourmin.simulate.stragglers import Stragglers, simulate_with
 
+FUSION_MB = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+"""The fusion thresholds among which `fastest` chooses."""
 EVERY_GRADIENT_ALONE_MB = 1e-9
 """A fusion threshold below any gradient."""
 
@@ -173,8 +175,21 @@ def techniques(scenario: Scenario, fp32_profile: Profile) -> dict[str, Scenario]
     return {"all": scenario, **without, "none": none}
 
 
+def fastest(scenario: Scenario) -> Scenario:
+    """The scenario with the best fusion threshold and all-reduce, where it leaves them open; of equal ones the first.
+
+    The defaults are made for any net: where latency makes them choose large buckets, a net with few gradients waits
+    for its last one.
+    """
+    fusion_mb = (None, *FUSION_MB) if scenario.fusion_mb is None else (scenario.fusion_mb,)
+    is_free = scenario.algorithm == HYBRID and scenario.switch_mb is None
+    algorithms = (HYBRID, *usable_algorithms(scenario.topology)) if is_free else (scenario.algorithm,)
+    tried = [replace(scenario, fusion_mb=mb, algorithm=name) for name in algorithms for mb in fusion_mb]
+    return min(tried, key=lambda one: one.step.step_s)
+
+
 def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
-    """Predictions for 1, 2, 4 ... ranks.
+    """Predictions for 1, 2, 4 ... ranks, each with the best of the settings that the scenario leaves open.
 
     Few ranks do not allow every setting: groups that are larger than all ranks become the nodes, an algorithm that
     cannot run becomes the hierarchical one, and backup workers are so few that one rank is left to wait for.
@@ -190,5 +205,5 @@ def scaling_curve(scenario: Scenario, most_ranks: int) -> list[Prediction]:
         variant = replace(
             scenario, num_ranks=num_ranks, group_size=group_size, algorithm=algorithm, stragglers=stragglers
         )
-        curve.append(variant.prediction)
+        curve.append(fastest(variant).prediction)
     return curve

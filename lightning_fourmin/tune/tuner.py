@@ -22,6 +22,7 @@ from lightning_fourmin.allreduce.process_groups import ProcessGroups, from_rank_
 from lightning_fourmin.allreduce.table import AllReduceTable, cached_table_path, write_table
 from lightning_fourmin.allreduce.topology import Topology
 from lightning_fourmin.errors import ConfigError
+from lightning_fourmin.files import check_writable
 from lightning_fourmin.tune.net import tune_net
 from lightning_fourmin.tune.plot import draw
 from lightning_fourmin.tune.verdict import sentence_without_model
@@ -85,8 +86,7 @@ def tune(
     groups = ProcessGroups.shared(TIMEOUT)
     wire_dtype = WIRE_DTYPES.get(options.wire_dtype or "")
     path = Path(options.out) if options.out else cached_table_path(topology, dist.get_backend())
-    # A folder that cannot be made is an error before the measurement rather than after it.
-    from_rank_0(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+    from_rank_0(lambda: check_writable(path.parent))
     with _progress("measuring all-reduce", options.budget_s) as progress:
         table = measure_table(
             topology,

@@ -63,7 +63,7 @@ def test_one_rank(group_size: int | None) -> None:
     topology = Topology.build([0], group_size)
     assert topology.groups == ((0,),) == topology.columns
     assert topology.leaders == (0,)
-    assert str(topology) == "1 rank on 1 node, 1 x groups of 1"
+    assert str(topology) == "1 rank on 1 node, 1 group of 1"
     assert topology.key == "nodes1x1_groups1x1"
 
 
@@ -71,7 +71,7 @@ def test_one_rank(group_size: int | None) -> None:
     ("node_of", "group_size", "key", "text"),
     [
         ([0, 0, 1, 1], None, "nodes2x2_groups2x2", "4 ranks on 2 nodes, 2 x groups of 2"),
-        ([0, 0, 1, 1], 4, "nodes2x2_groups1x4", "4 ranks on 2 nodes, 1 x groups of 4"),
+        ([0, 0, 1, 1], 4, "nodes2x2_groups1x4", "4 ranks on 2 nodes, 1 group of 4"),
         ([0, 1, 1, 1, 2, 2], None, "nodes1x1+1x3+1x2_groups1x1+1x3+1x2", "6 ranks on 3 nodes, 3 x groups of 1/2/3"),
         ([0, 0, 0], 2, "nodes1x3_groups1x2+1x1", "3 ranks on 1 node, 2 x groups of 1/2"),
         ([n for n in range(1000) for _ in range(8)], 4, "nodes1000x8_groups2000x4", None),

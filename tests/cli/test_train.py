@@ -14,8 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
+from PIL import Image
 from torch import nn
 
 from lightning_fourmin import ImageClassifier
@@ -208,6 +211,28 @@ def test_the_same_command_resumes_in_its_folder(fourmin: Fourmin, tmp_path: Path
     assert (folder / "earlier-1" / "checkpoints" / "last.ckpt").is_file()
 
 
+def test_a_run_that_resumes_another_has_its_settings_and_its_best(fourmin: Fourmin, tmp_path: Path) -> None:
+    first = ["run_dir=first", "trainer.devices=1", *SHORT[1:], "optim.lr=4", "trainer.max_epochs=2"]
+    code, _, errors = fourmin("train", *first)
+    assert code == 0, errors
+    code, output, errors = fourmin("train", "resume=first", "run_dir=second", "trainer.max_epochs=3")
+    assert code == 0, errors
+    assert "fourmin train: has the settings of first, but for trainer.max_epochs=3 (was 2)\n" in errors
+    assert "dirpath has changed" not in output + errors
+    config = OmegaConf.load(tmp_path / "second" / "config.yaml")
+    assert (config.optim.lr, config.trainer.devices, config.trainer.max_epochs) == (4, 1, 3)
+    metrics = read_metrics(tmp_path / "second")
+    assert len(metrics["train/loss"].steps) == 9
+    checkpoints = tmp_path / "second" / "checkpoints"
+    saved = AtomicCheckpointIO().load_checkpoint(checkpoints / "last.ckpt")["callbacks"]
+    (best,) = (state for state in saved.values() if str(state.get("best_model_path", "")).endswith("best.ckpt"))
+    assert float(best["best_model_score"]) == pytest.approx(metrics["val/top1"].values.max())
+    assert best["best_model_path"] == str(checkpoints / "best.ckpt")
+    of_best = AtomicCheckpointIO().load_checkpoint(checkpoints / "best.ckpt")["global_step"]
+    tops = dict(zip(metrics["val/top1"].steps, metrics["val/top1"].values, strict=True))
+    assert tops[of_best - 1] == metrics["val/top1"].values.max()
+
+
 def test_a_folder_of_an_earlier_version_resumes_and_reports(fourmin: Fourmin, tmp_path: Path) -> None:
     """tests/runs/old_run is what the version before the one rule of resuming has left: 6 steps in two parts."""
     folder, command = tmp_path / "old", ["run_dir=old", "model=resnet_small", "trainer.devices=1", *SHORT[1:]]
@@ -324,6 +349,50 @@ def test_mistakes_end_with_a_sentence(fourmin: Fourmin, arguments: list[str], me
     assert code == 1
     assert errors.startswith(f"fourmin train: {message}")
     assert "Traceback" not in output + errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optim.lr=-1"], "lr of param group 0 must be a finite number of at least 0, got -1"),
+        (["optim.lr=0"], "the optimizer's lr=0 must be above 0: the schedule multiplies it"),
+        (["schedule.warmup_epochs=-1"], "warmup_epochs=-1 must be at least 0"),
+        (["strategy.algorithm=tree"], "algorithm='tree' is not known: choose one of "),
+        (["strategy.fusion_mb=0"], "fusion_mb must be a number above 0, got 0"),
+        (["precision.loss_scale=-1"], "loss_scale"),
+    ],
+)
+def test_options_are_checked_before_ranks_start(
+    fourmin: Fourmin, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    code, output, errors = fourmin("train", *arguments, "run_dir=run")
+    assert code == 1
+    assert errors.startswith(f"fourmin train: {message}"), errors
+    assert "Traceback" not in output + errors
+    # A rank's traceback would begin with the rank.
+    assert (tmp_path / "run" / "error.txt").read_text().startswith("Traceback")
+
+
+def test_images_of_the_users_own(fourmin: Fourmin, tmp_path: Path) -> None:
+    """As the guide has it: small grey images in folders of classes, packed, trained on, without a recipe."""
+    for number in range(40):
+        folder = tmp_path / "mine" / ("dark" if number % 2 else "light")
+        folder.mkdir(parents=True, exist_ok=True)
+        grey = np.full((14, 14), 40 if number % 2 else 200, np.uint8)
+        Image.fromarray(grey + np.arange(14, dtype=np.uint8)).save(folder / f"{number}.png")
+    for split in ("train", "val"):
+        code, _, errors = fourmin("pack", "src=mine", "out=shards/mine", f"split={split}", "num_workers=1")
+        assert code == 0, errors
+    own = ["experiment=none", "data=shards", "data.path=shards/mine", "data.batch_size=8", "data.num_workers=0"]
+    code, _, errors = fourmin("train", *own, "model=resnet50")
+    assert (code, "data.image_size=14, but model=resnet50 takes images of 32 pixels or more" in errors) == (1, True)
+    rates = ["model=resnet_small", "optim.lr=2", "trainer.devices=1", "trainer.max_epochs=2", "run_dir=run"]
+    code, output, errors = fourmin("train", *own, *rates)
+    assert code == 0, errors
+    assert "fourmin train: data.image_size=14, from the index; augment=none\n" in errors
+    assert "A rate of 2 from the first step on often makes a training diverge" in output + errors
+    assert record(tmp_path / "run")["name"] == "mine"
+    assert "top-1" in output
 
 
 def test_a_folder_that_another_run_writes_to(fourmin: Fourmin, tmp_path: Path) -> None:

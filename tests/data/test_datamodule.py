@@ -19,10 +19,11 @@ from torch import Tensor
 
 from lightning_fourmin import FourMinPrecision, ShardDataModule
 from lightning_fourmin.data.digits import digits_folder
+from lightning_fourmin.data.pack.verify import VerifyOptions, verify
 from lightning_fourmin.data.transforms import EvalImage
 from lightning_fourmin.errors import ShardError
 from tests.support.counting import Counting, SaveAt, numbers_module
-from tests.support.shards import write_numbers
+from tests.support.shards import jpeg, write_numbers, write_shard
 
 TESTS = Path(__file__).parents[1]
 NUM_SAMPLES = 23
@@ -425,3 +426,46 @@ def test_splits_that_do_not_fit(path: str) -> None:
         ShardError, match=r"split 'train' of .*: the split has 23 samples, less than the global batch of 24"
     ):
         numbers_module(path, 24).train_dataloader()
+
+
+def sized(folder: Path, *sizes: tuple[int, int]) -> ShardDataModule:
+    """A data module of images of these widths and heights."""
+    samples = [{"__key__": f"{i:03d}", "jpg": jpeg(*size, seed=i), "cls": 0} for i, size in enumerate(sizes)]
+    write_shard(folder / "train-000000.tar", samples)
+    verify(VerifyOptions(str(folder), index=True, num_workers=1))
+    return ShardDataModule(str(folder), 1, num_workers=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "image_size", "augment"),
+    [([(28, 28)] * 2, 28, "none"), ([(100, 120), (140, 200)], 120, "crop"), ([(500, 400)], 224, "crop")],
+)
+def test_the_size_of_images_is_that_of_the_index(
+    tmp_path: Path, sizes: list[tuple[int, int]], image_size: int, augment: str
+) -> None:
+    module = sized(tmp_path, *sizes)
+    assert (module.image_size, module.augment) == (image_size, augment)
+    (images, _), *_ = module.train_dataloader()
+    assert tuple(images.shape) == (1, image_size, image_size, 3)
+
+
+def test_augmentation_by_name(tmp_path: Path) -> None:
+    sized(tmp_path, (28, 20))
+    module = ShardDataModule(str(tmp_path), 1, num_workers=0, augment="none", image_size=20)
+    first, second = ([images for (images, _) in module.train_dataloader()] for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    # All of the height, and the middle of the width, as in evaluation; those resize nothing.
+    (sample,) = first
+    mirrored = {
+        bool(torch.equal(images, sample))
+        for seed in range(16)
+        for (images, _) in ShardDataModule(
+            str(tmp_path), 1, num_workers=0, augment="flip", image_size=20, seed=seed
+        ).train_dataloader()
+        if torch.equal(images, sample) or torch.equal(images, sample.flip(2))
+    }
+    assert mirrored == {True, False}
+    with pytest.raises(ValueError, match="augment='turn' must be one of None, 'none', 'flip', 'crop'"):
+        ShardDataModule(str(tmp_path), 1, augment="turn")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="augment='flip' is part of the default train_transform"):
+        ShardDataModule(str(tmp_path), 1, augment="flip", train_transform=EvalImage())

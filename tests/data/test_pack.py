@@ -340,7 +340,7 @@ def test_no_images(tmp_path: Path) -> None:
 
 
 def test_shards_do_not_become_a_class(images: Path) -> None:
-    with pytest.raises(ShardError, match=rf"out={images}/shards lies in src={images}, where folders are classes"):
+    with pytest.raises(ShardError, match=rf"out={images}/shards is or lies in src={images}, where folders are classes"):
         packed(images, images / "shards")
 
 
@@ -440,3 +440,22 @@ def test_folders_that_may_not_be_read(images: Path) -> None:
                 packed(src, Path(folder) / "out")
         finally:
             closed.chmod(0o755)
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "src" / "cat").mkdir(parents=True)
+    (tmp_path / "src" / "cat" / "1.png").write_bytes(b"")
+    (tmp_path / "src" / "cat" / "2.png").write_bytes(b"words")
+    with pytest.raises(ShardError) as caught:
+        pack(PackOptions(tmp_path / "src", tmp_path / "out", num_workers=1))
+    message = str(caught.value)
+    assert f"{tmp_path}/src/cat/1.png: it is empty" in message
+    assert f"{tmp_path}/src/cat/2.png: its bytes are not those of an image in a known format" in message
+
+
+def test_out_is_refused_before_any_image_is_read(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"is or lies in src=.*, where folders are classes: choose another out"):
+        PackOptions(images, images)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        pack(PackOptions(images, tmp_path / "file" / "out"))

@@ -101,7 +101,7 @@ def test_a_jpeg_is_decoded_no_larger_than_needed(least: tuple[int, int], size: t
 
 @pytest.mark.parametrize("data", [b"", b"nothing", jpeg(99, 99)[:200], jpeg(99, 99)[:-300]])
 def test_damaged_images(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"cannot identify|truncated|[Tt]runcated"):
+    with pytest.raises(ValueError, match=r"are not those of an image|it is empty|[Tt]runcated"):
         Encoded.of(data).pixels()
 
 
@@ -127,7 +127,7 @@ def test_images_that_claim_to_be_huge_are_refused() -> None:
 
 
 def test_formats_that_run_programs_are_not_opened() -> None:
-    with pytest.raises(ValueError, match="cannot identify"):
+    with pytest.raises(ValueError, match="its bytes are not those of an image in a known format"):
         Encoded.of(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
 
 

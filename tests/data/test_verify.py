@@ -5,6 +5,7 @@ import http.server
 import io
 import json
 import re
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -333,3 +334,39 @@ def test_an_index_that_cannot_be_read(tmp_path: Path, content: str | None, messa
         (tmp_path / "index.json").write_text(content)
     with pytest.raises(ShardError, match=message):
         check(tmp_path)
+
+
+def test_samples_without_label_or_image_are_counted(tmp_path: Path) -> None:
+    texts = [{"__key__": f"{number:03d}", "txt": "a word"} for number in range(4)]
+    write_shard(tmp_path / "train-000000.tar", texts)
+    write_shard(tmp_path / "val-000000.tar", image_samples())
+    report = check(tmp_path, index=True)
+    assert report.faults == ()
+    assert report.num_lacking == {
+        "train": {"a label (cls)": 4, "an image": 4},
+        "val": {"a label (cls)": 0, "an image": 0},
+    }
+    assert report.index.classes == ()
+
+
+@pytest.mark.parametrize("name", ["../000.txt", "/tmp/000.txt", "a/../../000.txt"])
+def test_names_that_lead_out_of_a_folder(tmp_path: Path, name: str) -> None:
+    with tarfile.open(tmp_path / "train-000000.tar", "w") as tar:
+        info = tarfile.TarInfo(name)
+        info.size = 4
+        tar.addfile(info, io.BytesIO(b"word"))
+    (fault,) = check(tmp_path, index=True).faults
+    assert fault == f"train-000000.tar: member {name} at offset 0 has a name that leads out of a folder"
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_are_named(tmp_path: Path, kind: bytes) -> None:
+    with tarfile.open(tmp_path / "train-000000.tar", "w") as tar:
+        info = tarfile.TarInfo("000.txt")
+        info.size = 4
+        tar.addfile(info, io.BytesIO(b"word"))
+        link = tarfile.TarInfo("001.txt")
+        link.type, link.linkname = kind, "/etc/passwd"
+        tar.addfile(link)
+    (fault,) = check(tmp_path, index=True).faults
+    assert fault == "train-000000.tar: member 001.txt at offset 1024 is a link, which is no part of a sample"

@@ -135,3 +135,13 @@ def test_what_a_plan_needs_to_know() -> None:
         PolySchedule(warmup_epochs=5).plan(0.1, None, math.inf, 100)
     with pytest.raises(ValueError, match="the optimizer's lr=0 must be above 0"):
         PolySchedule().plan(0.0, None, 10, 100)
+
+
+def test_a_high_rate_without_warm_up_is_warned_of() -> None:
+    plan = PolySchedule().plan(10.0, None, 23, 23)
+    assert plan.warning() == (
+        "A rate of 10 from the first step on often makes a training diverge: give the schedule warmup_epochs, or a "
+        "lower rate."
+    )
+    assert PolySchedule(warmup_steps=5).plan(10.0, None, 23, 23).warning() is None
+    assert PolySchedule().plan(0.1, None, 23, 23).warning() is None

@@ -105,7 +105,7 @@ def test_jobs_that_all_failed_at_once(tmp_path: Path) -> None:
         job(number, status="failed", error="no data", summary=Summary(), seconds=0.5).write(tmp_path / str(number))
     page = Page(write_sweep(tmp_path))
     assert "2 jobs: 2 failed." in page.text
-    assert "No job has logged anything." in page.text
+    assert "Curves" not in page.text
 
 
 def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
@@ -113,3 +113,14 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "run", tmp_path / "nowhere"):
         with pytest.raises(RunError, match="is not the folder of a sweep: it has no numbered folder"):
             write_sweep(folder)
+
+
+def test_ties_and_equal_curves_are_seen(tmp_path: Path) -> None:
+    for number in range(3):
+        record = replace(RUN, overrides=(f"optim.lr={number}",), summary=replace(RUN.summary, top1=0.9))
+        write_run(tmp_path / str(number), record)
+        (tmp_path / str(number) / "metrics.csv").write_text("step,train/loss\n0,2.5\n1,2.0\n")
+    page = Page(write_sweep(tmp_path))
+    assert "Best top-1 accuracy: 90.0 % in job 0 (optim.lr=0), the same in jobs 1, 2." in page.text
+    assert "fourmin train optim.lr=2" in page.text
+    assert [key.attributes["class"] for key in page.all("span", "key")] == ["key line", "key dashes", "key dashes"]

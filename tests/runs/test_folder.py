@@ -1,13 +1,14 @@
 """The rule by which a training resumes: a folder with checkpoints does, a new one begins, `resume` names another."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_fourmin.errors import CheckpointError, ConfigError
 from lightning_fourmin.faults.checkpoint_io import AtomicCheckpointIO
-from lightning_fourmin.runs.folder import checkpoint_to_resume, saved
+from lightning_fourmin.runs.folder import checkpoint_to_resume, saved, settings_that_differ, with_settings_of_run
 from tests.support.runs import RUN
 
 
@@ -102,3 +103,54 @@ def test_a_job_that_slurm_has_queued_again_resumes_whatever_its_command_says(
     assert checkpoint_to_resume(str(experiment / "1"), experiment / "new") == other
     assert checkpoint_to_resume(None, experiment / "new") is None
     assert "queued this job again: it begins afresh, " in capsys.readouterr().err
+
+
+# The settings of the run that is resumed.
+
+
+def test_a_command_has_the_settings_of_the_run_that_it_resumes(experiment: Path) -> None:
+    replace(RUN, arguments=("optim.lr=4", "+trainer.x=[1,2]", "run_dir=old", "hydra.verbose=1")).write(experiment / "1")
+    of_run = ["optim.lr=4", "+trainer.x=[1,2]"]
+    for named in (f"resume={experiment}/1", f"resume={experiment}/1/checkpoints/best.ckpt", f"run_dir={experiment}/1"):
+        assert with_settings_of_run([named]) == [*of_run, named]
+    named = f"resume={experiment}/1"
+    assert with_settings_of_run([named, "trainer.x=[3]"]) == ["optim.lr=4", named, "trainer.x=[3]"]
+    assert with_settings_of_run(["optim.lr=2", named, "~trainer.x"]) == ["optim.lr=2", named, "~trainer.x"]
+    assert with_settings_of_run([named, f"run_dir={experiment}/new"]) == [*of_run, named, f"run_dir={experiment}/new"]
+    # Checkpoints of its own come first.
+    assert with_settings_of_run([named, f"run_dir={experiment}/2"])[0] == "optim.lr=2"
+
+
+def test_other_commands_have_their_own_settings(experiment: Path) -> None:
+    for arguments in (
+        [],
+        ["optim.lr=2"],
+        [f"run_dir={experiment}/new"],
+        [f"run_dir={experiment}/1", "resume=false"],
+        ["resume=true"],
+        ["resume=nowhere"],
+        ["-m", f"resume={experiment}/1", "optim.lr=1,2"],
+        ["--help"],
+        [f"resume={experiment}/1", "optim.lr='"],
+    ):
+        assert with_settings_of_run(arguments) == arguments
+
+
+def test_a_run_of_the_first_version_has_its_command(experiment: Path) -> None:
+    replace(RUN, command="fourmin train experiment=none 'name=a b' run_dir=old").write(experiment / "1")
+    assert with_settings_of_run([f"run_dir={experiment}/1"]) == [
+        "experiment=none",
+        "name=a b",
+        f"run_dir={experiment}/1",
+    ]
+
+
+def test_what_differs_is_said_without_the_folders() -> None:
+    before = {"run_dir": "runs/1", "resume": None, "trainer": {"max_epochs": 20, "x": 1}, "to": "runs/1/checkpoints"}
+    now = {"run_dir": "runs/2", "resume": "runs/1", "trainer": {"max_epochs": 40, "y": 2}, "to": "runs/2/checkpoints"}
+    assert settings_that_differ(before, now) == [
+        "trainer.max_epochs=40 (was 20)",
+        "trainer.y=2 (was not set)",
+        "trainer.x=not set (was 1)",
+    ]
+    assert settings_that_differ(before, before) == []

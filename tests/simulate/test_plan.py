@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_plan_from_the_command_line(fourmin: Fourmin, tmp_path: Path) -> None:
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(1e3 * now["step_ms"])
     picture = (tmp_path / "here" / "plan.svg").read_text()
     assert "<svg" in picture
-    assert "Predicted throughput on p40_100gbe" in picture
+    assert "Predicted waiting by ranks" in picture
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
 
 
@@ -293,6 +294,23 @@ def test_curve_begins_without_communication_and_falls(scenario: Scenario) -> Non
     assert curve[-1].e < 0.5 < curve[3].e
     with_groups = scaling_curve(replace(scenario, group_size=16, stragglers=Stragglers(0.1, num_backups=2)), 32)
     assert [point.N for point in with_groups] == [1, 2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize("name", ["h100_ib", "p40_100gbe", "v100_ib"])
+def test_adding_ranks_never_helps_efficiency_and_every_technique_helps(name: str) -> None:
+    """Each curve falls, since nothing but the ranks changes; that with all techniques lies above the others."""
+    cluster = Cluster.from_config(config(name))
+    with torch.device("meta"):
+        net = build_model("resnet50", 1000)
+        profile = peak_profile(net, torch.empty(64, 3, 224, 224), cluster.device).scaled(4.0)
+    parameters = list(net.named_parameters())
+    scenario = Scenario(parameters, profile, cluster, 64, wire_dtype=torch.float16)
+    curves = {name: scaling_curve(variant, 1024) for name, variant in techniques(scenario, profile.scaled(1.3)).items()}
+    for curve in curves.values():
+        for fewer, more in pairwise(curve):
+            assert more.e <= fewer.e + 1e-9
+    for points in zip(*curves.values(), strict=True):
+        assert max(point.T for point in points) - 1e-6 <= points[0].T
 
 
 def test_best_settings_are_at_least_as_fast_as_those_tried_one_by_one(scenario: Scenario) -> None:

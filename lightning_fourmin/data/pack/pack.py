@@ -30,7 +30,7 @@ from lightning_fourmin.data.order import permutation
 from lightning_fourmin.data.pack.process_pool import count_one, run_tasks
 from lightning_fourmin.data.tar import write_shard
 from lightning_fourmin.errors import ShardError
-from lightning_fourmin.files import write_whole
+from lightning_fourmin.files import check_writable, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,10 @@ class PackOptions:
     def __post_init__(self) -> None:
         if not self.src.is_dir():
             raise ShardError(f"src={self.src} is not a folder")
-        if self.src.resolve() in self.out.resolve().parents:
-            raise ShardError(f"out={self.out} lies in src={self.src}, where folders are classes: choose another out")
+        if self.out.resolve().is_relative_to(self.src.resolve()):
+            raise ShardError(
+                f"out={self.out} is or lies in src={self.src}, where folders are classes: choose another out"
+            )
         if not self.split or "/" in self.split or "." in self.split:
             raise ShardError(f"split={self.split!r} is part of file names: it may not be empty nor have / or . in it")
         for name, value, low, high in (
@@ -117,6 +119,7 @@ class _Written:
 def pack(options: PackOptions) -> Index:
     """Writes the shards that are not there yet, then the index, to which the split is added."""
     classes, sources = _find(options, _index_so_far(options).classes)
+    check_writable(options.out)
     _warn_of_empty(options, classes, sources)
     tasks = _cut(options, sources)
     # What the bytes of the shards depend on.

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tarfile import BLOCKSIZE
 from typing import IO, cast
 
@@ -24,6 +24,7 @@ from lightning_fourmin.data.sample import Sample
 from lightning_fourmin.data.tar import TarCursor
 from lightning_fourmin.data.urls import is_url, joined_location, open_source, refuse_pipes
 from lightning_fourmin.errors import ShardError
+from lightning_fourmin.files import check_writable
 
 # The split and the number in a shard's name: train-000012.tar, imagenet_val_3.tar, 00004.tar.
 _NAME = re.compile(r"([^/\s]*?)[-_]?(\d+)\.tar")
@@ -62,6 +63,8 @@ class Report:
     """The index that was checked or made."""
     faults: tuple[str, ...]
     """One text for each fault, which names shard, member and offset."""
+    num_lacking: dict[str, dict[str, int]]
+    """For each split, how many of its samples lack what, such as `{"an image": 3}`."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,11 @@ class Checked:
     shard: Shard
     """What its entry in an index should be."""
     sizes: ImageSizes | None
-    largest_label: int | None
-    """None if a sample has no label."""
+    num_unlabelled: int
+    """The number of samples without a label."""
+    num_without_image: int
+    largest_label: int
+    """The largest label; -1 if there is none."""
     faults: tuple[str, ...]
 
 
@@ -104,12 +110,12 @@ def verify(options: VerifyOptions) -> Report:
         ]
         for name, split in index.splits.items()
     }
-    _, faults = _check(tasks, options.num_workers, sum(split.num_samples for split in index.splits.values()))
+    checked, faults = _check(tasks, options.num_workers, sum(split.num_samples for split in index.splits.values()))
     if not is_url(options.path):
         indexed = {shard.name for split in index.splits.values() for shard in split.shards}
         strangers = sorted(path.name for path in Path(options.path).glob("*.tar") if path.name not in indexed)
         faults += [f"{name} is in the folder but not in the index" for name in strangers]
-    return Report(index, tuple(faults))
+    return Report(index, tuple(faults), _lacking(tasks, checked))
 
 
 def _make_index(options: VerifyOptions) -> Report:
@@ -118,6 +124,7 @@ def _make_index(options: VerifyOptions) -> Report:
         raise ShardError(f"path={options.path} is a URL: say with out=DIR where its index goes")
     if (out / INDEX_NAME).exists():
         raise ShardError(f"{out / INDEX_NAME} is there already: verify without index=true, or remove it first")
+    check_writable(out)
     tasks = {
         split: [CheckTask(joined_location(options.path, name), name, options.decode, 0, None) for name in names]
         for split, names in _find(options).items()
@@ -129,12 +136,23 @@ def _make_index(options: VerifyOptions) -> Report:
         )
         for split, part in tasks.items()
     }
-    labels = [result.largest_label for result in checked.values()]
-    classes = () if None in labels else tuple(str(label) for label in range(1 + max(label or 0 for label in labels)))
-    index = Index(classes, splits)
+    # Classes that some samples lack are not those of the split.
+    is_labelled = not any(result.num_unlabelled for result in checked.values())
+    num_classes = 1 + max(result.largest_label for result in checked.values()) if is_labelled else 0
+    index = Index(tuple(str(label) for label in range(num_classes)), splits)
     if not faults:
         index.write(out)
-    return Report(index, tuple(faults))
+    return Report(index, tuple(faults), _lacking(tasks, checked))
+
+
+def _lacking(tasks: dict[str, list[CheckTask]], checked: dict[CheckTask, Checked]) -> dict[str, dict[str, int]]:
+    return {
+        split: {
+            "a label (cls)": sum(checked[task].num_unlabelled for task in part),
+            "an image": sum(checked[task].num_without_image for task in part),
+        }
+        for split, part in tasks.items()
+    }
 
 
 def _find(options: VerifyOptions) -> dict[str, list[str]]:
@@ -196,12 +214,14 @@ def check_shard(task: CheckTask) -> Checked:
             pass
         file.close()
         shard = Shard(task.name, seen.num_samples, file.num_bytes, file.sha256.hexdigest())
+        faults += [f"{task.name}: member {link} is a link, which is no part of a sample" for link in cursor.links]
         faults += [*seen.unpaired(), *_check_end(task.name, cursor.offset, file), *_compare(shard, task.expected)]
     except ShardError as error:
         faults.append(str(error))
     except OSError as error:
         faults.append(f"{task.name} cannot be read: {error}")
-    return Checked(shard, ImageSizes.of(seen.sizes), seen.largest_label, tuple(faults))
+    sizes = ImageSizes.of(seen.sizes)
+    return Checked(shard, sizes, seen.num_unlabelled, seen.num_without_image, seen.largest_label, tuple(faults))
 
 
 class _HashingStream:
@@ -255,7 +275,8 @@ class _Seen:
         self._places_by_fields: dict[str, list[str]] = defaultdict(list)
         self.num_samples = 0
         self.sizes: list[tuple[int, int]] = []
-        self.largest_label: int | None = -1
+        self.num_unlabelled = self.num_without_image = 0
+        self.largest_label = -1
 
     def check(self, sample: Sample) -> list[str]:
         """The faults of one sample."""
@@ -266,7 +287,12 @@ class _Seen:
         self._keys.add(sample.key)
         fields = sorted({"an image" if field in IMAGE_FIELDS else field for field in sample.members})
         self._places_by_fields[", ".join(fields)].append(sample.place)
+        self.num_unlabelled += "cls" not in sample
+        self.num_without_image += "an image" not in fields
         for field, member in sample.members.items():
+            path = PurePosixPath(member.name)
+            if path.is_absolute() or ".." in path.parts:
+                faults.append(str(sample.fault(field, "has a name that leads out of a folder")))
             if field in IMAGE_FIELDS:
                 try:
                     image = Encoded.of(member.data)
@@ -276,11 +302,10 @@ class _Seen:
                 except ValueError as error:
                     faults.append(str(sample.fault(field, f"is not a readable image: {error}")))
         try:
-            label = sample.label(self._task.num_classes) if "cls" in sample else None
-            if self._task.expected is None and label is not None and not 0 <= label < MAX_CLASSES:
+            label = sample.label(self._task.num_classes) if "cls" in sample else -1
+            if self._task.expected is None and "cls" in sample and not 0 <= label < MAX_CLASSES:
                 raise sample.fault("cls", f"has class {label}, but classes are 0 to {MAX_CLASSES - 1} at most")
-            if self.largest_label is not None:
-                self.largest_label = None if label is None else max(self.largest_label, label)
+            self.largest_label = max(self.largest_label, label)
         except ShardError as error:
             faults.append(str(error))
         return faults
