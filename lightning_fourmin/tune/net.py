@@ -3,6 +3,7 @@
 table  --candidates-->  a few plans  --search-->  the fastest  --compare-->  verdict, and table with its settings
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -89,11 +90,16 @@ def tune_net(
     tried = candidates(options, topology, table, parameters)
     trial = StepTrial(net, inputs, step, groups)
     start_s = time.monotonic()
-    times = trial.search([one.plan for one in tried], SEARCH_SHARE * budget_s, lambda share: progress(share / 2))
-    medians = [statistics.median(ms) if ms else 0.0 for ms in times]
-    best = tried[medians.index(min(medians))]
-    left_s = max(1e-6, budget_s - (time.monotonic() - start_s))
-    verdict = trial.compare(best.plan, left_s, lambda share: progress(0.5 + share / 2))
+    # Otherwise the collection after each turn takes longer than its steps, as it looks at all of torch.
+    gc.freeze()
+    try:
+        times = trial.search([one.plan for one in tried], SEARCH_SHARE * budget_s, lambda share: progress(share / 2))
+        medians = [statistics.median(ms) if ms else 0.0 for ms in times]
+        best = tried[medians.index(min(medians))]
+        left_s = max(1e-6, budget_s - (time.monotonic() - start_s))
+        verdict = trial.compare(best.plan, left_s, lambda share: progress(0.5 + share / 2))
+    finally:
+        gc.unfreeze()
     lines = [
         f"{ms:10.1f} ms  n={len(found)}  {one}" for ms, found, one in zip(medians, times, tried, strict=True) if found
     ]

@@ -19,8 +19,8 @@ CLEAR_GAIN = 1.03
 """The speedup from which on fourmin is called faster."""
 WRONG = 0.05
 """The probability that any of the looks at the rounds gives an interval without the true ratio."""
-LOOKS = tuple(round(8 * 1.5**number) for number in range(20))
-"""The numbers of rounds after which the interval may decide: 8, 12, 18 and so on."""
+LOOKS = tuple(round(7 * 1.5**number) for number in range(20))
+"""The numbers of rounds after which the interval may decide: 7, 10, 16 and so on; fewer give no interval."""
 
 
 @dataclass(frozen=True)
