@@ -28,11 +28,12 @@ def draw(scenario: Scenario, curves: Mapping[str, Sequence[Prediction]]) -> str:
         figure = Figure(figsize=(6.4, 7.2), layout="constrained")
         growth, timeline = figure.subplots(2, 1)
         for name, curve in curves.items():
-            growth.plot([point.N for point in curve], [point.exposed_ms for point in curve], "o-", ms=3, label=name)
-        log_axes(growth, x_base=2)
+            # One rank waits for nobody, and a logarithmic axis has no 0.
+            waiting = [point for point in curve if point.exposed_ms > 0]
+            growth.plot([point.N for point in waiting], [point.exposed_ms for point in waiting], "o-", ms=3, label=name)
+        log_axes(growth, x_base=2, y_base=10)
         ranks = [point.N for point in next(iter(curves.values()))]
         growth.set_xticks(ranks[::3], [f"{number:,}" for number in ranks[::3]])
-        growth.set_ylim(bottom=0)
         growth.set_xlabel("ranks")
         growth.set_title(f"Waiting in a step on {scenario.cluster.name}, ms")
         growth.legend(fontsize=9)
