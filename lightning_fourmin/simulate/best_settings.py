@@ -1,6 +1,5 @@
 """The settings that a scenario would be fastest with, found by trying, and the bottleneck of its step."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lightning_fourmin.allreduce.algorithms import PREDICTED, algorithm_of, usable_algorithms
@@ -8,7 +7,7 @@ from lightning_fourmin.allreduce.buckets import MIB
 from lightning_fourmin.allreduce.cost import Link, Links
 from lightning_fourmin.allreduce.plan import HYBRID
 from lightning_fourmin.allreduce.table import CHUNK_BYTES
-from lightning_fourmin.simulate.scenario import Scenario
+from lightning_fourmin.simulate.scenario import Scenario, fastest_of
 from lightning_fourmin.simulate.stragglers import Stragglers
 
 # The values that `best_settings` tries.
@@ -48,15 +47,15 @@ def best_settings(scenario: Scenario) -> Best:
     plain = replace(scenario, switch_mb=None)
     names = (HYBRID, *usable_algorithms(scenario.plan.topology), *PREDICTED)
     by_algorithm = {
-        name: _fastest(
+        name: fastest_of(
             replace(plain, algorithm=name, fusion_mb=fusion_mb, chunk_bytes=int(chunk_mb * MIB))
             for fusion_mb in FUSION_MB
             for chunk_mb in (CHUNK_MB if name == HYBRID or algorithm_of(name).in_pieces else CHUNK_MB[:1])
         )
         for name in names
     }
-    best = _fastest(one for name, one in by_algorithm.items() if name not in PREDICTED)
-    switched = _fastest(replace(best, algorithm=HYBRID, switch_mb=switch_mb) for switch_mb in SWITCH_MB)
+    best = fastest_of(one for name, one in by_algorithm.items() if name not in PREDICTED)
+    switched = fastest_of(replace(best, algorithm=HYBRID, switch_mb=switch_mb) for switch_mb in SWITCH_MB)
     assert best.fusion_mb is not None
     assert switched.switch_mb is not None
     return Best(
@@ -68,11 +67,6 @@ def best_settings(scenario: Scenario) -> Best:
         1e3 * switched.step.step_s,
         {name: 1e3 * one.step.step_s for name, one in by_algorithm.items()},
     )
-
-
-def _fastest(scenarios: Iterable[Scenario]) -> Scenario:
-    """The fastest scenario; of equally fast ones the first."""
-    return min(scenarios, key=lambda scenario: scenario.step.step_s)
 
 
 def bottleneck(scenario: Scenario) -> str:
